@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import struct
+import zlib
 from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any
@@ -135,3 +138,38 @@ async def shows_pictures(client: Any, problem: dict[str, Any]) -> float:
     await ask(chat)
     await ask([see("Look: ", picture(5)), *chat[1:3]])
     return 1.0
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    """A PIL image as the bytes of a file."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def claiming(width: int, height: int) -> bytes:
+    """A small PNG file that claims to have a size."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", head), (b"IDAT", b""), (b"IEND", b""))
+    parts = (
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def broken_pictures() -> dict[str, bytes]:
+    """Files whose heads are those of pictures, but whose pixels or Exif data cannot be read or are
+    too many.
+    """
+    photo = Image.effect_noise((64, 48), 100)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    whole = encoded(photo, "JPEG", exif=exif)
+    tag = whole.index(b"\x01\x12\x00\x03")
+    return {
+        "no pixels": encoded(photo, "JPEG")[:800],
+        "undefined orientation": whole[: tag + 2] + b"\x00\x07" + whole[tag + 4 :],
+        "no exif": encoded(photo, "JPEG", exif=b"Exif\x00\x00MM no Exif data"),
+        "too large": claiming(9000, 9000),
+    }

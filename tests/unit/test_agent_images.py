@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import struct
 import urllib.request
-import zlib
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.configs import compose_config
-from tests.support.pictures import Count, picture, see, shows_pictures
+from tests.support.pictures import Count, claiming, picture, see, shows_pictures
 from tests.support.runs import SMALL
 from tests.support.vision import make_qwen2_5_vl, template
 from torchrl_grpo import keys
@@ -43,17 +41,6 @@ from torchrl_grpo.reward_pool import RewardPool
 openai = pytest.importorskip("openai")
 
 PARAMS = SamplingParams(max_new_tokens=3, stop_token_ids=tuple(range(320)))
-
-
-def huge() -> ImageFile:
-    """A small file that claims to have 2.5 billion pixels."""
-    head = struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", head), (b"IDAT", b""), (b"IEND", b""))
-    parts = (
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        for name, data in chunks
-    )
-    return ImageFile(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
 
 
 def test_images_of_a_request_are_parsed() -> None:
@@ -227,16 +214,22 @@ def test_broken_images_are_refused_and_the_agent_goes_on(kit: Kit) -> None:
     jpeg = io.BytesIO()
     picture(1, (64, 64)).open().save(jpeg, "JPEG")
     whole = ImageFile(jpeg.getvalue())
-    broken = [ImageFile(whole.data[:-40]), huge(), ImageFile(b"no image")]
+    broken = [whole.data[:-40], claiming(50_000, 50_000), claiming(9000, 9000), b"no image"]
     refusals: list[str] = []
 
     async def play(client, problem):
-        refusals.extend([await status_of(client, [see("?", image)]) for image in broken])
+        refusals.extend([await status_of(client, [see("?", ImageFile(data))]) for data in broken])
         assert not await status_of(client, [see("?", whole)])
         return 1.0
 
     batch = rollout(kit, play)
-    assert len(refusals) == 12 and all("readable images" in refusal for refusal in refusals)
+    assert len(refusals) == 16 and all("readable images" in refusal for refusal in refusals)
+    assert ["env.max_image_pixels" in refusal for refusal in refusals] == [
+        False,
+        False,
+        True,
+        False,
+    ] * 4
     check_log_probs(kit, batch)
 
 

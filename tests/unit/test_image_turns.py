@@ -15,7 +15,16 @@ from torchrl.envs.utils import check_env_specs
 from transformers import PreTrainedTokenizerBase
 
 from tests.support.configs import ROOT, compose_config
-from tests.support.pictures import Count, Gallery, Screen, draw, picture, task_of
+from tests.support.pictures import (
+    Count,
+    Gallery,
+    Screen,
+    broken_pictures,
+    claiming,
+    draw,
+    picture,
+    task_of,
+)
 from tests.support.runs import SMALL
 from tests.support.vision import MAKERS, template
 from torchrl_grpo import keys
@@ -25,13 +34,14 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.images import message_content
+from torchrl_grpo.images import ImageFile, message_content
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.reward_pool import Failure, RewardPool
 from torchrl_grpo.tasks.base import Dialog, Message, Task
+from torchrl_grpo.tasks.conversations import WithTools
 from torchrl_grpo.tasks.seeds import SeedsTask
 from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
 from torchrl_grpo.tools import Toolbox, ToolCall
@@ -159,6 +169,8 @@ def test_a_tool_returns_images_in_every_form() -> None:
         "data": [{"type": "video", "url": "v"}],
         "broken": [see, {"type": "image", "image": b"abc"}],
         "cut": [{"type": "image", "image": file.data[:10]}],
+        "exif": broken_pictures()["undefined orientation"],
+        "huge": claiming(50_000, 50_000),
     }
 
     def show(name: str) -> Any:
@@ -175,9 +187,46 @@ def test_a_tool_returns_images_in_every_form() -> None:
     assert results["no image"] == ("\"b'abc'\"", True)
     assert results["list"] == ("[]", True)
     assert results["data"] == (json.dumps(values["data"]), True)
+    for name in ("exif", "huge"):  # the second becomes an error where the model would read it
+        assert results[name] == ([{"type": "image", "image": ImageFile(values[name])}], True)
     for name in ("broken", "cut"):
         content, is_well = results[name]
         assert not is_well and "the result of show" in content
+
+
+@ONE_FAMILY
+@pytest.mark.parametrize("name", ["no pixels", "too large"])
+def test_a_broken_image_ends_no_run(kit: Kit, name: str) -> None:
+    data = broken_pictures()[name]
+
+    class Breaks(Screen):
+        def step(self, response: str) -> tuple[Any, float, bool]:
+            return data, 0.5, False
+
+    class Broken(Screen):
+        def reset(self, seed: int) -> bytes:
+            return data
+
+    class Replies(Count):
+        def reply(self, dialog: Dialog) -> list[Message] | None:
+            return [{"role": "user", "content": [{"type": "image", "image": ImageFile(data)}]}]
+
+    def show() -> bytes:
+        """Show a picture."""
+        return data
+
+    engine = TransformersEngine(kit.model())
+    games = [WithEnvironment(SeedsTask(4), {"": Kind(game)}) for game in (Breaks, Broken)]
+    for task in (*games, Replies()):
+        env = kit.env(task)
+        batch = RolloutCollector(env, GenerationPolicy(engine, PARAMS)).rollout()
+        assert not batch[keys.REWARD_VALID].any()
+    box = Toolbox([show], lambda text: [ToolCall("show", {})])
+    for messages in replies(kit, kit.env(WithTools(Count(), box))):
+        assert messages
+        assert {m["content"] for m in messages} == {
+            "error: the result has an image, which cannot be read here"
+        }
 
 
 def test_a_turn_with_too_large_images_is_refused() -> None:

@@ -22,7 +22,7 @@ from torchrl.envs.utils import check_env_specs
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase
 
 from tests.support.configs import compose_config, last_of_each
-from tests.support.pictures import picture
+from tests.support.pictures import broken_pictures, picture
 from tests.support.runs import SMALL
 from tests.support.vision import MAKERS, retie, spread
 from torchrl_grpo import keys
@@ -517,6 +517,16 @@ def test_a_row_with_wrong_images_is_refused(
     assert "object at" not in str(refused.value)
 
 
+@ONE_FAMILY
+def test_a_broken_image_names_its_row_before_a_model_loads(kit: Kit, tmp_path: Path) -> None:
+    arguments = run_arguments(kit, tmp_path, "env.max_image_pixels=1023")
+    with pytest.raises(ConfigError, match=r"data\.jsonl:1 .*env\.max_image_pixels=1023.*32 x 32"):
+        prepare(compose_config(*SMALL, *arguments))
+    (tmp_path / "0.png").write_bytes(broken_pictures()["no pixels"])
+    with pytest.raises(ConfigError, match=r"data\.jsonl:1 must be a file"):
+        prepare(compose_config(*SMALL, *arguments[:-1]))
+
+
 def test_a_format_that_starts_a_program_is_refused() -> None:
     file = io.BytesIO()
     picture(1).open().save(file, "EPS")
@@ -836,7 +846,7 @@ def test_a_model_that_reads_text_alone_is_refused(kit: Kit, tmp_path: Path) -> N
 
 
 OWN_TASK = """
-from tests.support.pictures import picture
+from tests.support.pictures import broken_pictures, picture
 from torchrl_grpo.tasks.base import Problem, Score, Task
 
 class Mixed(Task):

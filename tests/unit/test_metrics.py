@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.support.pictures import broken_pictures
 from torchrl_grpo.images import ImageFile
 from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
 from torchrl_grpo.reporting.trackers import Tracker
@@ -87,6 +88,14 @@ def test_a_thumbnail_has_no_color_profile() -> None:
     profile = np.random.default_rng(0).bytes(200_000)
     Image.new("RGB", (8, 8)).save(file, "PNG", icc_profile=profile)
     assert len(ImageFile(file.getvalue()).thumbnail()) < 1000
+
+
+def test_an_image_that_cannot_be_read_has_no_thumbnail(tmp_path: Path) -> None:
+    file = ImageFile(broken_pictures()["no pixels"])
+    with make_logger(tmp_path) as logger:
+        logger.log_samples(1, [{"split": "train", "query": "?", "response": "", "images": [file]}])
+    assert read_jsonl(tmp_path / "samples.jsonl")[0]["images"] == [file.hash]
+    assert not list((tmp_path / "images").iterdir())
 
 
 def test_a_full_disk_leaves_thumbnails_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

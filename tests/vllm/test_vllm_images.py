@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tests.support.configs import compose_config
-from tests.support.pictures import picture, task_of
+from tests.support.pictures import broken_pictures, encoded, picture, task_of
 from tests.support.vision import make_idefics3, retie
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.run import build
@@ -26,7 +27,7 @@ from torchrl_grpo.generation.base import Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.vllm import VLLMEngine
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
-from torchrl_grpo.images import Prompt, images_of, place_images, tokens_of
+from torchrl_grpo.images import ImageFile, Prompt, images_of, place_images, tokens_of
 from torchrl_grpo.images.families import vision_parameters
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import TokenScorer
@@ -104,6 +105,26 @@ def test_log_probs_are_the_trainers_before_and_after_a_sync(
     print(f"before {max(before):.1e}, after {max(after):.1e}, old weights {min(stale):.2f}")
     assert max(before + after) < ROUNDING
     assert min(stale) > 0.01
+
+
+def test_files_are_opened_as_vllm_opens_them() -> None:
+    from vllm.multimodal.media.image import ImageMediaIO
+
+    colors = Image.effect_noise((9, 7), 100).convert("RGB")
+    clear = colors.copy()
+    clear.putalpha(Image.effect_noise((9, 7), 100))
+    palette = colors.quantize(8)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    files = [encoded(clear, "PNG"), encoded(clear.convert("LA"), "PNG")]
+    files += [encoded(palette, "PNG", transparency=t) for t in (2, bytes([0, 128, 255, 9]))]
+    files += [encoded(colors.convert(mode), "TIFF") for mode in ("CMYK", "YCbCr", "LAB", "F", "1")]
+    files += [encoded(colors, kind, exif=exif) for kind in ("PNG", "JPEG", "TIFF", "WEBP")]
+    files += [encoded(colors.convert("CMYK"), "JPEG"), encoded(palette, "GIF", transparency=2)]
+    files.append(broken_pictures()["undefined orientation"])
+    for data in files:
+        image = ImageMediaIO().load_bytes(data).media
+        assert ImageFile(data).open().tobytes() == image.tobytes()
 
 
 @pytest.mark.parametrize(("top", "text"), [(True, False), (False, True)])

@@ -189,6 +189,7 @@ def prepare(
                 image_encoder = loading.load_image_encoder(
                     config.model.source, model_config, tokenizer
                 )
+                image_encoder.max_pixels = config.env.max_image_pixels
             except ValueError as error:
                 if _has_images(config, task):
                     raise

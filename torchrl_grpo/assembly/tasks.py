@@ -106,7 +106,7 @@ def make_task(
     if env.retry_prompt is not None:
         task = WithRetry(task, env.retry_prompt)
     if env.agent is not None:
-        task = load_extra("agent")(task, env.agent, _tool_parser(env))
+        task = load_extra("agent")(task, env.agent, _tool_parser(env), env.max_image_pixels)
     is_played = env.environment is not None or env.agent is not None
     _check_parts(
         env, data.tasks if isinstance(data, MixedTask) and not is_played else {task.name: task}

@@ -60,6 +60,9 @@ class EnvConfig(DataConfig):
     max_prompt_tokens: int | None = limited(None, ge=1)
     """Longer prompts are dropped and counted; by default the model's context less max_new_tokens.
     Each further turn of a dialog may add max_new_tokens and 1,024 tokens to it."""
+    max_image_pixels: int = limited(2**26, ge=1, le=178_956_970)
+    """Maximum width times height of an image in data, or from a tool, an environment or an agent,
+    which is checked before the image is decoded. At most 178,956,970, Pillow's own limit."""
     difficulty_filter: list[float] | None = None
     """Range [low, high] of the share of correct responses in past epochs within which a problem is
     drawn again: [0.05, 0.95] drops for good what was never or always solved. null draws all in each

@@ -564,9 +564,9 @@ class LLMEnv(EnvBase):
             without_images = self._refuse_images(turn, error)
             if without_images is not None:
                 return self._take_turn(state, dialog, without_images)
-            if not self.task.is_stateful:
+            if not (self.task.is_stateful or images_in(turn.messages or ())):
                 raise
-            # The template may be unable to render an agent's messages.
+            # The template may be unable to render an agent's messages, or an image is broken.
             self._invalidate(state, Failure.of(error))
             return None
         if prompt is None:

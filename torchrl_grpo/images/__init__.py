@@ -17,8 +17,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # data is read without torch
     from torch import Tensor
 
+MAX_PIXELS = 2**26
+"""Default limit of an image's pixels (``env.max_image_pixels``)."""
 _ORIENTATION = 0x0112
-"""Exif tag of how a camera was held; above 4, width and height are exchanged."""
+"""Exif tag of how a camera was held."""
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+"""Pillow's transposition for each orientation; those from 5 on exchange width and height."""
 _FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 """Pillow's names of the formats that are read. Others may start programs, such as Ghostscript."""
 PLACEHOLDER = "<image>"
@@ -31,6 +35,7 @@ class ImageFile:
 
     Args:
         data: bytes of the file.
+        origin: description for messages.
 
     >>> from PIL import Image
     >>> ImageFile.of(Image.new("RGB", (4, 3))).open().size
@@ -38,23 +43,32 @@ class ImageFile:
     """
 
     data: bytes = field(repr=False)
+    origin: str = field(default="an image", repr=False, compare=False)
 
     @classmethod
     def of(cls, image: Any) -> ImageFile:
-        """Return a PIL image as a PNG file."""
+        """Return a PIL image as a PNG file, as ``open`` returns it.
+
+        Raises:
+            ValueError: its pixels cannot be read.
+        """
         file = io.BytesIO()
-        image.save(file, "PNG")
+        try:
+            _as_shown(image).save(file, "PNG")
+        except Exception as error:  # a lazily opened file may raise any type
+            raise ValueError(
+                f"a PIL image must have pixels, but reading them failed ({error}): use another."
+            ) from error
         return cls(file.getvalue())
 
     def open(self) -> Any:
-        """Return the image, a PIL image in RGB.
+        """Return the image, a PIL image in RGB: turned as its Exif data say, on white where it is
+        transparent.
 
         Raises:
-            ValueError: the file is not an image.
+            ValueError: the file is not an image, or is broken.
         """
-        from PIL import ImageOps
-
-        return self._read(lambda image: ImageOps.exif_transpose(image).convert("RGB"))
+        return self._read(_as_shown)
 
     def thumbnail(self) -> bytes:
         """Return the image as a PNG file of at most 128 x 128 pixels."""
@@ -70,10 +84,31 @@ class ImageFile:
         Raises:
             ValueError: the file is not an image.
         """
-        (width, height), turned = self._read(
-            lambda image: (image.size, image.getexif().get(_ORIENTATION, 1) > 4)
-        )
-        return (height, width) if turned else (width, height)
+        (width, height), orientation = self._read(lambda image: (image.size, _orientation(image)))
+        return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
+
+    @property
+    def is_recognized(self) -> bool:
+        """Whether the file has one of the formats that are read; it may be broken."""
+        from PIL import UnidentifiedImageError
+
+        try:
+            return bool(self.size)
+        except ValueError as error:
+            return not isinstance(error.__cause__, UnidentifiedImageError)
+
+    def check_size(self, most: int) -> None:
+        """Refuse an image of more than ``most`` pixels, without decoding it.
+
+        Raises:
+            ValueError: it has more, or the file is not an image.
+        """
+        width, height = self.size
+        if width * height > most:
+            raise ValueError(
+                f"{self.origin} must have at most env.max_image_pixels={most} pixels, but it has "
+                f"{width} x {height}: make it smaller, or raise the limit."
+            )
 
     @property
     def media_type(self) -> str:
@@ -86,9 +121,9 @@ class ImageFile:
         try:
             with Image.open(io.BytesIO(self.data), formats=_FORMATS) as image:
                 return read(image)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        except Exception as error:  # Pillow raises any type for broken files
             raise ValueError(
-                f"an image must be a file of the format {', '.join(_FORMATS)}, but "
+                f"{self.origin} must be a file of the format {', '.join(_FORMATS)}, but "
                 f"{self.data[:8]!r}... is not ({str(error).partition(' <')[0]}): save it as PNG or "
                 "JPEG."
             ) from error
@@ -97,6 +132,34 @@ class ImageFile:
     def hash(self) -> str:
         """SHA-256 of the file."""
         return hashlib.sha256(self.data).hexdigest()
+
+
+def _orientation(image: Any) -> Any:
+    """Return how the camera was held, from the head of a PIL image's file; None if it does not
+    say.
+    """
+    from PIL import Image
+
+    with suppress(Exception):  # broken Exif data turn nothing
+        if image.format != "TIFF":  # Pillow turns these itself
+            return Image.Image.getexif(image).get(_ORIENTATION)  # that of PNG files decodes them
+    return None
+
+
+def _as_shown(image: Any) -> Any:
+    """Return a PIL image in RGB, turned as its Exif data say, on white where it is transparent."""
+    from PIL import Image
+
+    turn = _TURNS.get(_orientation(image))
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.getextrema()[1] > 255):
+        image = image.convert("I").point(lambda value: value * (1 / 257) + 0.5)  # 16 bits to 8
+    elif image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGB", image.size, "white")
+        white.paste(image, mask=image.getchannel("A"))
+        image = white
+    image = image.convert("RGB")
+    return image if turn is None else image.transpose(turn)
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,9 +371,8 @@ def message_content(value: Any, what: str) -> str | list[dict[str, Any]] | None:
 def _file(value: Any) -> ImageFile | None:
     """Return an image as a file; None if it is something else."""
     if isinstance(value, bytes):
-        with suppress(ValueError):
-            file = ImageFile(value)
-            return file if file.size else None
+        file = ImageFile(value)
+        return file if file.is_recognized else None
     elif isinstance(value, ImageFile):
         return value
     elif callable(getattr(value, "save", None)) and callable(getattr(value, "convert", None)):

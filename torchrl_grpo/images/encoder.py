@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from torchrl_grpo.compat.transformers import load_image_processor
-from torchrl_grpo.images import EncodedImage, ImageFile, ImageSpan, Prompt
+from torchrl_grpo.images import MAX_PIXELS, EncodedImage, ImageFile, ImageSpan, Prompt
 from torchrl_grpo.images.cache import MOST_BYTES, ByteCache
 from torchrl_grpo.images.families import FAMILIES
 
@@ -38,6 +38,9 @@ class ImageEncoder:
     Raises:
         ValueError: the tokenizer has no such placeholder.
     """
+
+    max_pixels = MAX_PIXELS
+    """Maximum number of pixels of an image."""
 
     def __init__(self, processor: Any, config: PretrainedConfig) -> None:
         self.processor = processor
@@ -81,11 +84,12 @@ class ImageEncoder:
         """Return an image as the model reads it.
 
         Raises:
-            ValueError: the file is not an image, or the processor refuses it.
+            ValueError: the file is not an image, it is too large, or the processor refuses it.
         """
         return self._cache.get(file.hash, partial(self._prepare, file))
 
     def _prepare(self, file: ImageFile) -> EncodedImage:
+        file.check_size(self.max_pixels)
         image = file.open()
         try:
             out = dict(
@@ -96,9 +100,9 @@ class ImageEncoder:
                     return_tensors="pt",
                 )
             )
-        except (TypeError, ValueError, ZeroDivisionError) as error:
+        except Exception as error:  # depends on the processor
             raise ValueError(
-                f"an image must be one that {type(self.processor).__name__} accepts, but it "
+                f"{file.origin} must be one that {type(self.processor).__name__} accepts, but it "
                 f"refuses one of {image.width} x {image.height} pixels ({error}): leave it out."
             ) from error
         [tokens] = out["input_ids"]

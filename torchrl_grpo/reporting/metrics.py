@@ -191,6 +191,8 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
                 path.parent.mkdir(exist_ok=True)
                 staging.write_bytes(image.thumbnail())
                 staging.replace(path)
+            except ValueError:  # the image is shown without one
+                pass
             except OSError as error:
                 if not is_full(error):
                     raise

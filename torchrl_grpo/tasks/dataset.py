@@ -12,6 +12,8 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -62,10 +64,17 @@ class Rows(ProblemSequence):
         return len(self._table)
 
     def make(self, index: int) -> Problem:
-        return self._task.make_problem(self._table[index])
+        return self._make(index, self._table[index])
 
     def __iter__(self) -> Iterator[Problem]:
-        return map(self._task.make_problem, self._table)
+        return starmap(self._make, enumerate(self._table))
+
+    def _make(self, index: int, row: Row) -> Problem:
+        """Return the problem of a row, with images that know it."""
+        problem = self._task.make_problem(row)
+        origin = f"an image of {self._table.where(index)}"
+        images = (replace(image, origin=origin) for image in problem.images)
+        return replace(problem, images=tuple(images))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)

@@ -224,7 +224,7 @@ def checked_images(value: Any, column: str, source: Files | Hub) -> list[ImageFi
             )
         file = ImageFile(image)
         try:
-            assert file.size
+            _ = file.size
         except ValueError as error:
             raise ValueError(f"has a broken file in the column {column!r}: {error}") from error
         files.append(file)

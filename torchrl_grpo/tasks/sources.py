@@ -39,11 +39,13 @@ class Table:
             row. A part without lines names a row by its index in the part.
         encoded: columns stored as JSON in ``data``, because their values have different types or
             are nested.
+        rows: for each row, its index in ``parts``; None if these are the same.
     """
 
     data: Any
     parts: Sequence[tuple[int, str, Sequence[int | None]]] = ()
     encoded: frozenset[str] = frozenset()
+    rows: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return len(self.data)
@@ -55,8 +57,8 @@ class Table:
         return map(self._decode, self.data)
 
     def select(self, indices: Sequence[int]) -> Table:
-        """Return some of the rows, without their locations."""
-        return Table(self.data.select(indices), encoded=self.encoded)
+        """Return some of the rows of a whole table."""
+        return replace(self, data=self.data.select(indices), rows=indices)
 
     def with_files(self, column: str) -> Table:
         """Return the table with the files of a column's images, which are not decoded."""
@@ -69,16 +71,17 @@ class Table:
             feature = replace(feature, feature=Image(decode=False))
         else:
             return self
-        return Table(self.data.cast_column(column, feature), self.parts, self.encoded)
+        return replace(self, data=self.data.cast_column(column, feature))
 
     def first(self, most: int | None) -> Table:
         """Return a table of the first rows."""
         if most is None or most >= len(self):
             return self
-        return Table(self.data.take(most), self.parts, self.encoded)
+        return replace(self, data=self.data.take(most))
 
     def where(self, index: int) -> str:
         """Return the location of a row, such as ``data.jsonl:7`` or ``openai/gsm8k train[6]``."""
+        index = index if self.rows is None else self.rows[index]
         first, name, lines = self.parts[bisect_right([part[0] for part in self.parts], index) - 1]
         line = lines[index - first] if lines else None
         return f"{name}[{index - first}]" if line is None else f"{name}:{line}"
@@ -93,13 +96,13 @@ class Table:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the rows themselves, because another machine does not have the files."""
-        return _unpickle, (self.data[:], self.data.features, self.encoded)
+        return _unpickle, (self.data[:], self.data.features, self.parts, self.encoded, self.rows)
 
 
-def _unpickle(columns: dict[str, list[Any]], features: Any, encoded: frozenset[str]) -> Table:
+def _unpickle(columns: dict[str, list[Any]], features: Any, *rest: Any) -> Table:
     from datasets import Dataset
 
-    return Table(Dataset.from_dict(columns, features), encoded=encoded)
+    return Table(Dataset.from_dict(columns, features), *rest)
 
 
 class UnknownSplitError(ValueError):
@@ -123,7 +126,7 @@ def find_source(dataset: str, config: str | None, revision: str | None, what: st
     Args:
         dataset: the name.
         config: on the hub, the configuration.
-        revision: on the hub, the branch, tag or commit. x
+        revision: on the hub, the branch, tag or commit.
     """
     path = Path(dataset).expanduser()
     if path.exists():

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from torchrl_grpo.errors import InvalidRewardError
-from torchrl_grpo.images import images_in
+from torchrl_grpo.images import MAX_PIXELS, images_in
 from torchrl_grpo.integrations.agents.programs import Program, load_program
 from torchrl_grpo.integrations.agents.protocol import (
     TEXT,
@@ -63,6 +63,7 @@ class _Episode:
 
     Args:
         opening: the dialog before its first turn.
+        max_pixels: maximum number of pixels of an image.
 
     Attributes:
         answer_count: number of the policy's turns that answered a request.
@@ -72,8 +73,9 @@ class _Episode:
         result: the agent's result, once it has ended.
     """
 
-    def __init__(self, opening: Dialog) -> None:
+    def __init__(self, opening: Dialog, max_pixels: int = MAX_PIXELS) -> None:
         self._opening = opening
+        self._max_pixels = max_pixels
         self.key = secrets.token_urlsafe(24)
         self.answer_count = 0
         self.delivered: list[int] = []
@@ -152,6 +154,7 @@ class _Episode:
         number, messages = min(candidates[1:] or candidates, key=lambda c: (len(c[1]), -c[0]))
         try:
             for image in images_in(messages):
+                image.check_size(self._max_pixels)
                 image.open()
         except ValueError as error:
             raise BadRequest(f"messages must have readable images: {error}", "messages") from error
@@ -244,10 +247,18 @@ class WithAgent(WrappedTask):
         task: the task with the problems and the scorer.
         program: the agent.
         parser: finds tool calls in the policy's text.
+        max_pixels: maximum number of pixels of an image.
     """
 
-    def __init__(self, task: Task, program: Program, parser: Parser = parse_tool_calls) -> None:
+    def __init__(
+        self,
+        task: Task,
+        program: Program,
+        parser: Parser = parse_tool_calls,
+        max_pixels: int = MAX_PIXELS,
+    ) -> None:
         super().__init__(task)
+        self.max_pixels = max_pixels
         self.program = program
         self.parser = parser
         self.is_stateful = True
@@ -343,7 +354,7 @@ class WithAgent(WrappedTask):
     def _start(self, dialog: Dialog) -> None:
         if self._server is None:
             self._server = Server(self._keys.get)
-        episode = _Episode(dialog)
+        episode = _Episode(dialog, self.max_pixels)
         self._episodes[dialog.episode] = self._keys[episode.key] = episode
         result, episode.end = self.program.start(
             self._problem(dialog.problem), self._server.url, episode.key
@@ -419,6 +430,6 @@ class WithAgent(WrappedTask):
             state.close()
 
 
-def with_agent(task: Task, spec: str, parser: Parser) -> WithAgent:
+def with_agent(task: Task, spec: str, parser: Parser, max_pixels: int) -> WithAgent:
     """Wrap a task in the agent that ``env.agent`` names; see ``load_program``."""
-    return WithAgent(task, load_program(spec), parser)
+    return WithAgent(task, load_program(spec), parser, max_pixels)

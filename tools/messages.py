@@ -132,6 +132,7 @@ class Ready(Exception):
 def outcome(folder: Path, text: str, gpus: int, gb: float, script: str = "sync") -> Any:
     """Return what a command line says on a machine with GPUs of some GB: an error or its tables."""
     import torch
+    from torchrl import torchrl_logger
 
     from tests.support.configs import compose_config
     from torchrl_grpo.assembly import layouts, run
@@ -167,7 +168,7 @@ def outcome(folder: Path, text: str, gpus: int, gb: float, script: str = "sync")
             mock.patch.object(Console, "table", lambda _, name, rows: tables.update({name: rows}))
         )
         enter(mock.patch.object(Console, "problems", lambda _, *args, **more: None))
-        enter(mock.patch.object(run.torchrl_logger, "warning", lambda text, *_: lines.append(text)))
+        enter(mock.patch.object(torchrl_logger, "warning", lambda text, *_: lines.append(text)))
         target = enter(tempfile.TemporaryDirectory())
         overrides = [*FIXED.split(), "logging.tensorboard=false", *_words(text, folder)]
         try:

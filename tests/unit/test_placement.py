@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,19 +24,16 @@ def plan(
     count: int,
     needs_reference: bool = True,
     needs_teacher: bool = False,
-    engine_devices: int = 1,
+    group: int = 1,
     cluster: str | None = None,
     **requests: RoleRequest,
 ) -> DevicePlan:
-    everything = {role: requests.get(role, RoleRequest()) for role in ROLES}
-    return plan_devices(
-        everything,
-        gpus(*range(count)),
-        needs_reference=needs_reference,
-        needs_teacher=needs_teacher,
-        engine_devices=engine_devices,
-        cluster=cluster,
-    )
+    exists = {"reference": needs_reference, "teacher": needs_teacher}
+    everything = {
+        role: requests.get(role, RoleRequest()) for role in ROLES if exists.get(role, True)
+    }
+    everything["inference"] = replace(everything["inference"], group=group)
+    return plan_devices(everything, gpus(*range(count)), cluster=cluster)
 
 
 def test_without_accelerators_each_role_is_one_cpu_process() -> None:
@@ -120,13 +119,11 @@ def test_given_devices_are_kept_and_the_others_placed_around_them() -> None:
 
 
 def test_tensor_parallel_devices_are_one_replica() -> None:
-    got = plan(
-        8, engine_devices=2, train=RoleRequest(num_devices=2), inference=RoleRequest(num_devices=4)
-    )
+    got = plan(8, group=2, train=RoleRequest(num_devices=2), inference=RoleRequest(num_devices=4))
     assert got == DevicePlan(gpus(0, 1), (gpus(2, 3), gpus(4, 5)), gpus(6), colocated=False)
-    assert plan(4, engine_devices=2) == DevicePlan(gpus(0), (gpus(1, 2),), gpus(3), colocated=False)
-    assert plan(0, engine_devices=2).inference == ((CPU, CPU),)
-    assert plan(0, engine_devices=2).distributed
+    assert plan(4, group=2) == DevicePlan(gpus(0), (gpus(1, 2),), gpus(3), colocated=False)
+    assert plan(0, group=2).inference == ((CPU, CPU),)
+    assert plan(0, group=2).distributed
 
 
 def test_all_devices_are_those_that_the_other_roles_leave() -> None:
@@ -136,7 +133,7 @@ def test_all_devices_are_those_that_the_other_roles_leave() -> None:
     assert plan(
         8, needs_reference=False, train=ALL, inference=RoleRequest(devices=[0, 1])
     ).train == gpus(*range(2, 8))
-    assert plan(8, engine_devices=2, inference=ALL).inference == (
+    assert plan(8, group=2, inference=ALL).inference == (
         gpus(1, 2),
         gpus(3, 4),
         gpus(5, 6),
@@ -181,7 +178,7 @@ def test_roles_that_ask_for_all_devices_take_turns_on_them() -> None:
     assert plan(8, train=ALL, inference=ALL, reference=RoleRequest(num_devices=2)) == DevicePlan(
         gpus(*range(6)), each[:6], gpus(6, 7), colocated=True
     )
-    assert plan(7, engine_devices=2, train=ALL, inference=ALL) == DevicePlan(
+    assert plan(7, group=2, train=ALL, inference=ALL) == DevicePlan(
         gpus(*range(6)), (gpus(0, 1), gpus(2, 3), gpus(4, 5)), gpus(6), colocated=True
     )
     assert plan(8, train=ALL, inference=ALL, cluster="auto") == turns
@@ -267,7 +264,7 @@ def test_what_cannot_be_placed_is_refused_with_numbers(
 def test_a_replica_must_have_all_its_devices() -> None:
     request = RoleRequest(num_devices=3)
     with pytest.raises(ValueError, match=r"num_devices=3 .* 2 devices .*: use 4"):
-        plan(8, engine_devices=2, inference=request)
+        plan(8, group=2, inference=request)
 
 
 def test_indices_are_refused_on_a_cluster_and_its_address_is_named() -> None:

@@ -228,7 +228,7 @@ def test_on_a_machine_with_accelerators_servers_take_none() -> None:
 
     cards = [torch.device("cuda", index) for index in range(2)]
     nothing = dict.fromkeys(("train", "inference", "reference"), RoleRequest())
-    plan = plan_devices(nothing, cards, needs_reference=True, servers=3)
+    plan = plan_devices(nothing | {"inference": RoleRequest(servers=3)}, cards)
     assert (plan.train, plan.inference, plan.reference) == ((cards[0],), ((CPU,),) * 3, (cards[1],))
     assert not plan.colocated
 

@@ -24,6 +24,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
 from torchrl_grpo.assembly.components import make_component, make_files_absolute
 from torchrl_grpo.assembly.memory import Images, RunMemory, run_memory
+from torchrl_grpo.assembly.shares import requests
 from torchrl_grpo.assembly.tasks import check_tests, dataset_names, read_task
 from torchrl_grpo.checks import GENERATED, check_heads, check_multiple, check_optimizer
 from torchrl_grpo.collectors.demonstrations import Demonstrations
@@ -49,7 +50,6 @@ from torchrl_grpo.reporting.trackers import check_logging
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.runtime.placement import (
     DevicePlan,
-    RoleRequest,
     available_accelerators,
     num_unused,
     plan_devices,
@@ -514,30 +514,10 @@ def transformed(config: GRPOConfig, env: LLMEnv | None) -> Any:
 
 
 def _make_plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePlan:
-    inference = config.inference_model
     if "VLLM_USE_V1" in os.environ:
         torchrl_logger.info("VLLM_USE_V1 has no effect: vLLM no longer has a V0 engine.")
-    engine_class(inference.backend).require(on_cpu=not accelerators)
-    nodes = (
-        ("train", config.train_model),
-        ("inference", inference),
-        ("reference", config.ref_model),
-        ("teacher", config.teacher),
-    )
-    plan = plan_devices(
-        {role: RoleRequest(node.num_devices, node.devices) for role, node in nodes},
-        accelerators,
-        needs_reference=config.has_own_reference
-        and not config.ref_model.sharded
-        and not config.only_evaluates,
-        needs_teacher=config.needs_teacher
-        and not config.learner_teaches
-        and not config.only_evaluates,
-        engine_devices=inference.devices_per_engine,
-        servers=len(inference.address),
-        teacher_servers=len(config.teacher_addresses),
-        cluster=config.ray.address,
-    )
+    engine_class(config.inference_model.backend).require(on_cpu=not accelerators)
+    plan = plan_devices(requests(config), accelerators, cluster=config.ray.address)
     plan = plan.with_teachers(config.num_teachers)
     if unused := num_unused(plan, accelerators):
         torchrl_logger.warning(

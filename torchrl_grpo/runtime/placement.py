@@ -28,12 +28,24 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class RoleRequest:
-    """Device request of one role: a number, all devices that the others leave, indices of
-    accelerators, or nothing.
+    """Device request of one role.
+
+    Attributes:
+        num_devices: number of devices, or all that the others leave; None leaves it open.
+        devices: indices of accelerators, instead of a number.
+        group: devices that belong together, such as those of an engine.
+        servers: number of servers that the role runs on, without devices of its own.
     """
 
     num_devices: int | Literal["all"] | None = None
     devices: Sequence[int] | None = None
+    group: int = 1
+    servers: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the role can do without devices of its own."""
+        return self.num_devices is None and self.devices is None
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,7 @@ class DevicePlan:
 
     Attributes:
         train: the trained model's devices, one for each rank of the learner.
-        inference: the devices of each engine, ``engine_devices`` for each.
+        inference: the devices of each engine.
         reference: the reference model's devices, each with a full copy; empty without such a model.
         colocated: whether the engine shares its accelerator, and must release its memory while
             other roles work.
@@ -97,24 +109,14 @@ def plan_devices(
     requests: Mapping[str, RoleRequest],
     accelerators: Sequence[torch.device],
     *,
-    needs_reference: bool,
-    needs_teacher: bool = False,
-    engine_devices: int = 1,
-    servers: int = 0,
-    teacher_servers: int = 0,
     cluster: str | None = None,
 ) -> DevicePlan:
     """Assign devices to the roles.
 
     Args:
-        requests: the request of each role in ``ROLES``; those of the reference model and the
-            teacher are ignored if the model is not needed.
+        requests: the request of each role that the run has, by its name in ``ROLES`` and in their
+            order; there is always a learner and an engine.
         accelerators: accelerators of the machine or the cluster; empty if it has only CPUs.
-        needs_reference: whether there is a separate reference model.
-        needs_teacher: whether there is a teacher.
-        engine_devices: devices of one engine.
-        servers: number of engines on servers, which take no device.
-        teacher_servers: number of teachers on servers.
         cluster: address of the Ray cluster that the accelerators belong to; None for this machine.
             Ray decides which accelerators a process gets, so in a cluster's plan the indices only
             tell them apart.
@@ -122,37 +124,34 @@ def plan_devices(
     Raises:
         ValueError: requests exceed the devices, an index does not exist or is used with a cluster,
             roles overlap in part or on devices other than the trained model's, the engines' devices
-            are not a multiple of ``engine_devices``, or ``all`` is requested without accelerators
-            or by several roles without the trained model.
+            are not a multiple of an engine's, or ``all`` is requested without accelerators or by
+            several roles without the trained model.
     """
     where = "this machine" if cluster is None else f"the Ray cluster at {cluster}"
-    is_unused = {
-        "reference": not needs_reference,
-        "teacher": not needs_teacher or teacher_servers > 0,
-        "inference": servers > 0,
-    }
-    roles = [role for role in ROLES if not is_unused.get(role)]
-    sharing = [role for role in roles if requests[role].num_devices == "all"]
-    requests = _resolve_all(requests, roles, sharing, len(accelerators), engine_devices, where)
-    counts = {role: _count(role, requests[role], engine_devices) for role in roles}
-    for role in roles:
-        _check_indices(role, requests[role], len(accelerators), cluster)
+    cpu = torch.device("cpu")
+    group = requests["inference"].group
+    served = {role: [cpu] * request.servers for role, request in requests.items()}
+    requests = {role: request for role, request in requests.items() if not request.servers}
+    sharing = [role for role, request in requests.items() if request.num_devices == "all"]
+    requests = _resolve_all(requests, sharing, len(accelerators), where)
+    counts = {role: _count(role, request) for role, request in requests.items()}
+    for role, request in requests.items():
+        _check_indices(role, request, len(accelerators), cluster)
     if not accelerators:
-        by_role = {role: [torch.device("cpu")] * counts[role] for role in roles}
+        by_role = {role: [cpu] * count for role, count in counts.items()}
     else:
         by_role = _place(requests, counts, sharing, accelerators, where)
-    cpu = torch.device("cpu")
-    engine = by_role.get("inference", [cpu] * servers)
-    others = {device for role in roles if role != "inference" for device in by_role[role]}
+    others = {device for role in by_role if role != "inference" for device in by_role[role]}
+    by_role = served | by_role
+    engine = by_role["inference"]
     return DevicePlan(
         train=tuple(by_role["train"]),
         inference=tuple(
-            tuple(engine[start : start + engine_devices])
-            for start in range(0, len(engine), engine_devices)
+            tuple(engine[start : start + group]) for start in range(0, len(engine), group)
         ),
         reference=tuple(by_role.get("reference", ())),
         colocated=bool(accelerators) and not others.isdisjoint(engine),
-        teacher=tuple(by_role.get("teacher", [cpu] * (teacher_servers if needs_teacher else 0))),
+        teacher=tuple(by_role.get("teacher", ())),
     )
 
 
@@ -162,12 +161,7 @@ def num_unused(plan: DevicePlan, accelerators: Sequence[torch.device]) -> int:
 
 
 def _resolve_all(
-    requests: Mapping[str, RoleRequest],
-    roles: Sequence[str],
-    sharing: Sequence[str],
-    total: int,
-    engine_devices: int,
-    where: str,
+    requests: Mapping[str, RoleRequest], sharing: Sequence[str], total: int, where: str
 ) -> Mapping[str, RoleRequest]:
     """Return the requests with ``all``, the request of the roles in ``sharing``, replaced by
     numbers.
@@ -186,12 +180,12 @@ def _resolve_all(
             f"{overrides} needs accelerators, but {where} has only CPU processes as devices: use "
             f"{_FIELDS[first]}.num_devices=1."
         )
-    group = engine_devices if "inference" in sharing else 1
+    group = max(requests[role].group for role in sharing)
     available = total - sum(
-        _count(other, requests[other], engine_devices) for other in roles if other not in sharing
+        _count(role, request) for role, request in requests.items() if role not in sharing
     )
     for scorer in SCORERS:
-        if scorer in roles and requests[scorer] == RoleRequest() and (more or available < group):
+        if scorer in requests and requests[scorer].is_open and (more or available < group):
             available += 1  # the role shares the trained model's device
     available = 1 if total == 1 else available // group * group
     if available < 1:
@@ -211,9 +205,9 @@ def _override(role: str, request: RoleRequest, count: int) -> str:
     )
 
 
-def _count(role: str, request: RoleRequest, engine_devices: int) -> int:
+def _count(role: str, request: RoleRequest) -> int:
     """Return the number of devices for a role, whose ``all`` has been replaced by a number."""
-    group = engine_devices if role == "inference" else 1
+    group = request.group
     assert request.num_devices != "all"
     count = request.num_devices or group if request.devices is None else len(request.devices)
     if count % group:

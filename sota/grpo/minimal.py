@@ -19,6 +19,7 @@ import argparse
 import copy
 
 import torch
+from torchrl.envs import Compose
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_grpo.collectors import RolloutCollector
@@ -52,18 +53,17 @@ def train(steps: int, seed: int) -> list[float]:
     engine = TransformersEngine(copy.deepcopy(policy))
 
     # The environment draws 16 problems, repeats each of them 8 times, and scores the responses: 1.0
-    # if right, else 0.0. The collector plays it with the engine.
+    # if right, else 0.0. The collector plays it with the engine, and adds to each batch reference
+    # log-probs [T] and the advantage, (reward - mean of the group) / standard deviation of the group.
     env = LLMEnv(ArithmeticTask(), tokenizer, num_envs=BATCH_SIZE, repeats=GROUP_SIZE)
     params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=(tokenizer.eos_token_id,))
     collector = RolloutCollector(
-        env, GenerationPolicy(engine, params), total_dialog_turns=steps * BATCH_SIZE
+        env,
+        GenerationPolicy(engine, params),
+        total_dialog_turns=steps * BATCH_SIZE,
+        postproc=Compose(KLScoring(TokenScorer(reference)), GroupAdvantage(repeats=GROUP_SIZE)),
     )
     collector.set_seed(seed)
-
-    # Each takes a batch and returns it with one more entry: reference log-probs [T], and the
-    # advantage (reward - mean of the group) / standard deviation of the group.
-    score_reference = KLScoring(TokenScorer(reference))
-    compute_advantage = GroupAdvantage(repeats=GROUP_SIZE)
 
     # The scorer computes log-probs in chunks of tokens, and each prompt once per group.
     loss_module = GRPOLoss(
@@ -74,12 +74,9 @@ def train(steps: int, seed: int) -> list[float]:
     losses = []
     # Sample: each batch has tokens, log-probs, and rewards.
     for step, batch in enumerate(collector, start=1):
-        # Score and compare within each group.
-        batch = compute_advantage(score_reference(batch))
-
-        # Train: one optimizer step.
+        # Train: one optimizer step. All outputs named loss_* are terms of the loss.
         out = loss_module(batch)
-        loss = out["loss_objective"] + out["loss_kl_to_ref"]
+        loss = sum(value for name, value in out.items() if name.startswith("loss_"))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
         optimizer.step()

@@ -20,7 +20,7 @@ from tests.support.training import make_batch, make_trainer
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.generation.vllm import VLLMEngine, _has_vllm
-from torchrl_grpo.models.prefix import GatherIndex, pick
+from torchrl_grpo.models.layout import GatherIndex, pick
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.models.sharding import compute_device, init_mesh, shard_model
 from torchrl_grpo.weights import named_weights

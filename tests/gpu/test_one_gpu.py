@@ -22,7 +22,7 @@ from tests.support.training import make_batch, make_trainer
 from torchrl_grpo.learner.optimizer import make_optimizer
 from torchrl_grpo.learner.parts import read_parts, write_parts
 from torchrl_grpo.learner.step import GRPOTrainer
-from torchrl_grpo.models import prefix
+from torchrl_grpo.models import attention as attention_module
 from torchrl_grpo.models.divergence import Teacher
 from torchrl_grpo.models.loading import shape_of
 from torchrl_grpo.models.memory import step_memory
@@ -54,7 +54,7 @@ def test_a_sharded_model_in_16_bits_scores_like_one_that_is_not(
 ) -> None:
     """All layers of the sharded model must have one layout on the device."""
     layouts = set[int]()
-    attention = prefix.attention
+    attention = attention_module.attention
 
     def watched(*args: Any, layout: Any = None, **kwargs: Any) -> Any:
         layouts.add(id(layout))
@@ -66,11 +66,11 @@ def test_a_sharded_model_in_16_bits_scores_like_one_that_is_not(
     expected = TokenScorer(make_tiny_model().to(DEVICE)).score(tokens.to(DEVICE), mask.to(DEVICE))
     scorer = TokenScorer(make_sharded(mesh, torch.bfloat16))
     assert scorer.packs(12)
-    prefix.AttentionInterface.register("sdpa", watched)
+    attention_module.AttentionInterface.register("sdpa", watched)
     try:
         got, _ = scorer.score(tokens.to(DEVICE), mask.to(DEVICE))
     finally:
-        prefix.AttentionInterface.register("sdpa", attention)
+        attention_module.AttentionInterface.register("sdpa", attention)
     torch.testing.assert_close(got.float(), expected[0], rtol=0, atol=0.2)
     assert len(layouts) == 1
 

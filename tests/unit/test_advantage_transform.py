@@ -19,7 +19,7 @@ from tests.support.trajectories import make_trajectory
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.functional import sampled_token_gae
-from torchrl_grpo.models.packing import pad_batch
+from torchrl_grpo.models.padding import pad_batch
 from torchrl_grpo.tasks.base import Problem
 from torchrl_grpo.transforms.advantage import GroupAdvantage
 from torchrl_grpo.transforms.reward import RewardShaping
@@ -93,6 +93,14 @@ def test_a_batch_of_the_in_keys_alone_gives_the_same(transform, batch):
         ]
 
 
+def test_a_direct_call_computes_the_advantage_again():
+    transform, batch = GroupAdvantage(2, std="none"), batch_of([1, 3], [0, 0])
+    assert values(transform(batch)) == [-1, 1]
+    for row in batch.unbind(0):
+        row["next", "reward"] = 4 - row["next", "reward"]
+    assert values(transform(batch)) == [1, -1]
+
+
 def test_advantage_is_centered_and_scaled_within_each_group():
     transform = GroupAdvantage(3)
     # Group 4 is (1, 2, 3): mean 2, std 1. Group 9 is (0, 0, 6): mean 2, std sqrt(12).
@@ -123,10 +131,12 @@ def test_a_group_of_another_size_is_refused():
     assert one_each["advantage"].flatten().tolist() == [-1.0, 1.0]
 
 
-def test_an_advantage_that_is_there_is_left_alone():
+def test_an_advantage_in_a_replay_buffer_is_left_alone():
     batch = batch_of([1, 3], [0, 0])
     batch["advantage"] = torch.tensor([[5.0], [6.0]])
-    assert values(GroupAdvantage(2)(batch)) == [5, 6]
+    buffer = ReplayBuffer(storage=LazyStackStorage(2), transform=GroupAdvantage(2), batch_size=2)
+    buffer.extend(batch)
+    assert values(buffer[:]) == [5, 6]
 
 
 def test_keys_can_be_named_and_groups_can_be_texts():

@@ -230,6 +230,20 @@ def test_what_is_rejected_leaves_the_objective_alone(seed: int, proximal: Any) -
     assert set(out.keys()) == set(loss.out_keys) | {"kl_to_inference"} & set(out.keys())
 
 
+@pytest.mark.parametrize("staleness", [0.0, 3.0])
+def test_mismatch_with_interpolated_log_probs_is_the_trainers(staleness: float) -> None:
+    logits, rows = make_batch(3)
+    for row in rows:
+        row["staleness"] = torch.tensor([staleness])
+    outs = [
+        GRPOLoss(Table(logits), proximal=proximal, rejection={"token_ratio": 1.2})(lazy_stack(rows))
+        for proximal in ("behaviour", "interpolated")
+    ]
+    names = [name for name in outs[0].keys() if name.startswith(("mismatch", "rejected"))]  # noqa: SIM118
+    assert outs[0]["mismatch_k3"] > 0 and outs[0]["rejected_tokens"] > 0
+    assert all(torch.equal(outs[0][name], outs[1][name]) for name in names)
+
+
 def test_metrics_of_the_mismatch_by_hand() -> None:
     gap = mismatch()
     logits, _ = make_batch(0)

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict.nn import TensorDictSequential
 from torch import Tensor
 
 from tests.support.losses import SETTINGS, Table, make_batch, total
+from tests.support.models import make_tiny_model
+from tests.support.training import make_batch as make_model_batch
+from torchrl_grpo import keys
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import (
     CISPOLoss,
@@ -187,14 +191,78 @@ def test_a_batch_without_tokens_gives_zero_and_no_nan() -> None:
 def test_in_and_out_keys_say_what_is_read_and_written() -> None:
     logits, rows = make_batch(6)
     plain, full = GRPOLoss(Table(logits)), GRPOLoss(Table(logits), **SETTINGS)
-    assert ("next", "ref_log_probs", "full") not in plain.in_keys
-    assert ("next", "ref_log_probs", "full") in full.in_keys
+    assert ("next", "ref_log_probs", "full") not in plain.required_in_keys
+    assert ("next", "ref_log_probs", "full") in full.required_in_keys
     assert set(full(lazy_stack(rows)).keys()) == set(full.out_keys)
     for row in rows:
         del row["next"]
     assert set(plain(lazy_stack(rows)).keys()) == set(plain.out_keys)
     with pytest.raises(KeyError, match=r"no entry next\.ref_log_probs\.full"):
         full(lazy_stack(rows))
+
+
+def with_optional_entries(kind: str) -> TensorDictBase:
+    batch = make_model_batch(spread=0.3)
+    for number, row in enumerate(batch.unbind(0)):
+        mask = row[keys.ASSISTANT_MASK]
+        if kind == "invalid":
+            row[keys.REWARD_VALID] = torch.tensor([number % 3 > 0])
+        elif kind == "kept":
+            sampled = row[keys.FULL][mask]
+            row[keys.KEPT] = torch.stack([sampled, (sampled + 1) % 200], -1).int()
+            row[keys.KEPT_LOG_PROBS] = torch.full((len(sampled), 2), -0.7)
+        elif kind == "samples":
+            row[keys.TRAJECTORY] = torch.tensor([number // 3])
+        elif kind == "teacher":
+            row[keys.TEACHER_LOG_PROBS] = row[keys.LOG_PROBS] - 0.1 * number
+            row[keys.TEACHER_VALID] = torch.tensor([number % 3 > 0])
+    return batch
+
+
+@pytest.mark.parametrize("kind", ["invalid", "kept", "samples", "teacher", "normalized", "part"])
+def test_a_batch_of_the_in_keys_alone_gives_the_same_loss(kind: str) -> None:
+    loss = GRPOLoss(TokenScorer(make_tiny_model()), entropy_coeff=0.1)
+    batch = with_optional_entries(kind)
+    if kind in ("normalized", "part"):
+        batch = loss.normalize(batch)[: 3 if kind == "part" else 8]
+    whole, few = loss(batch), loss(batch.select(*loss.in_keys, strict=False))
+    assert set(whole.keys()) == set(few.keys())
+    assert all(torch.equal(whole[name], few[name]) for name in whole.keys())  # noqa: SIM118
+    if kind in ("invalid", "kept", "samples", "part"):
+        required = loss(batch.select(*loss.required_in_keys))
+        assert total(required) != total(whole)
+
+
+def test_normalized_ragged_micro_batches_add_up_to_the_batch() -> None:
+    loss = GRPOLoss(TokenScorer(make_tiny_model()), aggregation="token_mean", entropy_coeff=0.1)
+    batch = make_model_batch(spread=0.3)
+    expected = total(loss(batch.copy()))
+    parts = loss.normalize(batch.copy()).split(2)
+    torch.testing.assert_close(sum(total(loss(part)) for part in parts), expected)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_losses_share_a_scorer_and_leave_it_alone(wrapped: bool) -> None:
+    scorer = TokenScorer(make_tiny_model())
+    actor = TensorDictSequential(scorer) if wrapped else scorer
+    one, batch = GRPOLoss(actor), with_optional_entries("kept")
+    expected, in_keys = total(one(batch)), one.in_keys
+    options = {
+        "proximal": "current",
+        "behaviour_weight": "truncate",
+        "score_centering": not wrapped,
+    }
+    two = GRPOLoss(actor, **options)
+    two.set_keys(action=("t", "x"), mask=("m", "x"))
+    renamed = batch.copy()
+    for row in renamed.unbind(0):
+        row["t", "x"] = row[keys.FULL]
+        row["m", "x"] = row[keys.ASSISTANT_MASK] & (torch.arange(len(row[keys.FULL])) > 4)
+        row["kept_tokens", "sampled"] = row[keys.KEPT][row["m", "x"][row[keys.ASSISTANT_MASK]]]
+        row["kept_log_probs", "sampled"] = row[keys.KEPT_LOG_PROBS][: len(row[keys.KEPT])]
+        del row["tokens"], row["masks"]
+    assert two(renamed)["loss_objective"].isfinite()
+    assert total(one(batch)) == expected and one.in_keys == in_keys
 
 
 def test_set_keys_renames_inputs_nested_ones_too() -> None:

@@ -88,6 +88,15 @@ def test_a_replay_buffer_scores_what_is_written_once() -> None:
         torch.testing.assert_close(row.get(keys.REF_LOG_PROBS), expected(row), rtol=1e-4, atol=1e-5)
 
 
+def test_a_direct_call_scores_again() -> None:
+    scoring, batch = KLScoring(TokenScorer(make_tiny_model())), make_batch()
+    first = [row.get(keys.REF_LOG_PROBS) for row in scoring(batch).unbind(0)]
+    for row in batch.unbind(0):
+        row.set(keys.REF_LOG_PROBS, row.get(keys.REF_LOG_PROBS) + 1)
+    second = [row.get(keys.REF_LOG_PROBS) for row in scoring(batch).unbind(0)]
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
 def test_no_gradient_is_kept() -> None:
     out = KLScoring(TokenScorer(make_tiny_model()))(make_batch())
     assert not any(row.get(keys.REF_LOG_PROBS).requires_grad for row in out.unbind(0))

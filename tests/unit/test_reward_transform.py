@@ -17,7 +17,7 @@ from torchrl.envs import Compose, TransformedEnv
 from tests.support.echo import EchoTask
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.models.packing import has, pad_batch
+from torchrl_grpo.models.padding import has, pad_batch
 from torchrl_grpo.transforms import GroupAdvantage, RewardShaping
 
 
@@ -324,8 +324,8 @@ def test_a_shaped_batch_and_a_single_sequence() -> None:
     assert single[keys.TOKEN_REWARD].tolist() == [0, 0, 3] and single[
         keys.SHAPED_REWARD
     ].tolist() == [3]
-    again = RewardShaping(scale=100.0)(single)
-    assert again[keys.TOKEN_REWARD].tolist() == [0, 0, 3]
+    again = RewardShaping(scale=100.0)(single.clone())
+    assert again[keys.TOKEN_REWARD].tolist() == [0, 0, 150]
     for key in (
         keys.TOKEN_REWARD,
         keys.SHAPED_REWARD,

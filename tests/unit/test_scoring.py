@@ -15,7 +15,7 @@ from tests.support.models import make_tiny_model
 from torchrl_grpo.keys import ASSISTANT_MASK, CUR_LOG_PROBS, ENTROPY, FULL, LAYOUT
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.head import chunk_width, chunked_log_probs, chunks_of
-from torchrl_grpo.models.prefix import Layout
+from torchrl_grpo.models.layout import Layout
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 
 

@@ -17,7 +17,7 @@ from torchrl_grpo import functional as F
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.sampler import has_variance
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
-from torchrl_grpo.models.packing import pad_batch, trajectories_of
+from torchrl_grpo.models.padding import pad_batch, trajectories_of
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.runtime.groups import PackedGroup
 from torchrl_grpo.transforms import GroupAdvantage, RewardShaping

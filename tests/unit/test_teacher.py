@@ -23,7 +23,7 @@ from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.models import divergence as divergence_module
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
-from torchrl_grpo.models.packing import pad_batch
+from torchrl_grpo.models.padding import pad_batch
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.starter import starter_path

@@ -24,7 +24,7 @@ from torchrl_grpo.config import ConfigError
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.integrations.served_teacher import ServedTeacher
 from torchrl_grpo.models.divergence import Teacher
-from torchrl_grpo.models.packing import pad_batch
+from torchrl_grpo.models.padding import pad_batch
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.reward_pool import RewardPool
@@ -252,7 +252,9 @@ def test_log_probs_are_those_after_the_teachers_prompt() -> None:
         expected = log_probs.gather(-1, row[keys.FULL][mask][:, None]).squeeze(-1)
         torch.testing.assert_close(teacher_log_probs[mask].double(), expected, rtol=1e-6, atol=1e-6)
     again = batch.clone()
-    assert TeacherScoring(scoring)(again) is again  # already scored
+    again[0][keys.TEACHER_LOG_PROBS].zero_()
+    TeacherScoring(scoring)(again)
+    assert torch.equal(again[0][keys.TEACHER_LOG_PROBS], batch[0][keys.TEACHER_LOG_PROBS])
 
 
 def test_a_server_scores_the_teachers_prompt_too() -> None:

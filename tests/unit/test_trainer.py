@@ -21,7 +21,7 @@ from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
 from torchrl_grpo.learner.parts import tensors_in
 from torchrl_grpo.learner.writer import CheckpointWriter
 from torchrl_grpo.models import loading
-from torchrl_grpo.models.packing import pad
+from torchrl_grpo.models.padding import pad
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpu_stages.common import Stage, make_batch
 from torchrl_grpo import keys
 from torchrl_grpo.learner.optimizer import make_optimizer
-from torchrl_grpo.models import head, prefix
+from torchrl_grpo.models import attention, head
 from torchrl_grpo.models.scoring import TokenScorer
 
 CHUNKS = (2**22, 2**23, 2**24, 2**25, 2**26, 2**27)
@@ -49,7 +49,7 @@ def main() -> None:
         measure_elementwise(stage, figures)
     with stage.part("attention") as figures:
         figures["packed, s"] = stage.seconds(step, 3)
-        with mock.patch.object(prefix, "_has_varlen", return_value=False):
+        with mock.patch.object(attention, "_has_varlen", return_value=False):
             figures["one call per sequence, s"] = stage.seconds(step, 3)
     for optimizer in ("adamw", "adamw_8bit"):
         with stage.part(optimizer) as figures:

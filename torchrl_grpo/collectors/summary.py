@@ -16,7 +16,13 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_grpo import keys
 from torchrl_grpo.functional import masked_mean
 from torchrl_grpo.images import PLACEHOLDER, Prompt, Spans, prompt_text
-from torchrl_grpo.models.packing import has, images_of_row, last_rows, pad, trajectories_of
+from torchrl_grpo.models.padding import (
+    has,
+    images_of_row,
+    last_rows,
+    pad,
+    trajectories_of,
+)
 from torchrl_grpo.transforms.parts import reward_parts
 
 _LONGEST_CHARACTER = 4

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 """Flash attention on a CPU: takes query, key and value, [B, H, T, D], the dropout's probability,
@@ -34,6 +36,23 @@ def norms(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def differences(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return each tensor minus its counterpart, computed together."""
     return tuple(torch._foreach_sub(list(tensors), list(others)))
+
+
+def first_place(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return the position of this rank's part in a tensor that may be sharded; None on a rank whose
+    part is a copy of another's.
+    """
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate() or ()
+    if any(
+        number and placement.is_replicate()
+        for number, placement in zip(coordinate, placements, strict=True)
+    ):
+        return None
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    return tuple(offset)
 
 
 def version_of(tensor: Tensor) -> int:

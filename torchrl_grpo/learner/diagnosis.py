@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchrl_grpo import keys
 from torchrl_grpo.host.text import clip, printable
-from torchrl_grpo.models.packing import demonstrations_in, has, pad
+from torchrl_grpo.models.padding import demonstrations_in, has, pad
 
 _MOST, _LONGEST = 3, 60
 """Maximum number of samples to name, and characters of each."""

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchrl_grpo import keys
-from torchrl_grpo.compat.torch import differences, norms
+from torchrl_grpo.compat.torch import differences, first_place, norms
 from torchrl_grpo.learner.optimizer import has_small_states
+from torchrl_grpo.models.sharding import local_part
 
 _MOST = 1024
-"""Number of elements to look at in each parameter, a small fraction of all."""
+"""Largest number of elements to look at in each parameter, a small fraction of all."""
 
 
 class StepMeasures:
@@ -36,6 +36,7 @@ class StepMeasures:
         over_ranks: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda sums: sums,
     ) -> None:
         self._parameters = list(parameters)
+        self._parts = [_first_numbers(parameter) for parameter in parameters]
         self._over_ranks = over_ranks
 
     @torch.no_grad()
@@ -90,13 +91,26 @@ class StepMeasures:
             )
         return metrics
 
-    @staticmethod
-    def _few(tensors: Sequence[Tensor]) -> list[Tensor]:
-        local = [
-            tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-            for tensor in tensors
+    def _few(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's part of the first numbers of each parameter, or of a moment of it."""
+        return [
+            local_part(tensor.detach())[part].reshape(-1)
+            for tensor, part in zip(tensors, self._parts, strict=True)
         ]
-        return [tensor.reshape(-1)[:_MOST] for tensor in local]
+
+
+def _first_numbers(parameter: Tensor) -> tuple[slice, ...]:
+    """Return which part of this rank's part of a parameter belongs to the block of first numbers,
+    which is the same for any number of ranks. Of several copies one counts.
+    """
+    block, most = list[int](), _MOST
+    for size in reversed(parameter.shape):
+        block.insert(0, min(size, most))
+        most = max(1, most // max(1, size))
+    begin = first_place(parameter)
+    if begin is None:
+        return tuple(slice(0) for _ in block)
+    return tuple(slice(max(0, end - first)) for end, first in zip(block, begin, strict=True))
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:

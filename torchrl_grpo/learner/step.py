@@ -29,20 +29,19 @@ from torchrl_grpo.learner.diagnosis import queries_of, where_not_finite, why_no_
 from torchrl_grpo.learner.measures import PassScores, StepMeasures
 from torchrl_grpo.learner.optimizer import EntropyControl, has_small_states
 from torchrl_grpo.learner.parts import read_parts
+from torchrl_grpo.models.layout import Prompt, send, shared_prompts
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import MEMORY_SHARE, StepSetup, savings, step_memory
-from torchrl_grpo.models.packing import (
+from torchrl_grpo.models.padding import (
     has,
     images_of_rows,
     pad,
     pad_batch,
-    pass_tokens,
-    rank_micro_batches,
     slice_tokens,
     trajectories_of,
     with_demonstrations,
 )
-from torchrl_grpo.models.prefix import Prompt, send, shared_prompts
+from torchrl_grpo.models.passes import pass_tokens, rank_micro_batches
 from torchrl_grpo.models.scoring import AverageScorer, TokenScorer, autocast, check_packing
 from torchrl_grpo.models.sharding import (
     clip_grad_norm,
@@ -51,7 +50,7 @@ from torchrl_grpo.models.sharding import (
     num_replicas,
     sum_gradients,
 )
-from torchrl_grpo.objectives.grpo import GRPOLoss
+from torchrl_grpo.objectives.grpo import NORMALIZED, GRPOLoss
 from torchrl_grpo.objectives.output import LARGEST_RATIO, TORCHRL_METRICS, accumulate
 from torchrl_grpo.transforms.kl_scoring import EntropyScoring, KLScoring
 from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
@@ -245,6 +244,8 @@ class GRPOTrainer:
             max_tokens=self.micro_batch_tokens,
             autocast_dtype=self.autocast_dtype,
             out_key=out_key,
+            tokens_key=self.loss.tensor_keys.action,
+            mask_key=self.loss.tensor_keys.mask,
         )
         return scoring(batch.exclude(out_key))
 
@@ -342,7 +343,7 @@ class GRPOTrainer:
         tokens, images = data.get(keys.FULL), _images(data)
         if not isinstance(scorer, TokenScorer) or not scorer.packs(tokens.shape[1], images):
             return None
-        return shared_prompts(tokens, data.get(scorer.mask_key), images)
+        return shared_prompts(tokens, data.get(self.loss.tensor_keys.mask), images)
 
     def _prepare(self, batch: TensorDictBase) -> TensorDict:
         """Pad a batch, on the CPU, and compute the weight of each token within the whole batch."""
@@ -361,9 +362,11 @@ class GRPOTrainer:
         flat = [names.truncated] if self.loss.mask_truncated else []
         flat += [name for name in (names.reward_valid, names.teacher_valid) if has(batch, name)]
         # Further entries that a user's loss reads.
-        for name in set(self.loss.in_keys) - {*per_token, *flat, *self.loss.actor_network.out_keys}:
-            if has(batch, name):
-                value = batch[0].get(name)
+        others = {*per_token, *flat, *self.loss.actor_network.out_keys, *NORMALIZED}
+        others |= {keys.ATTENTION_MASK, keys.TRAJECTORY, names.staleness}
+        for name in set(self.loss.in_keys) - others:
+            value = batch[0].get(name) if has(batch, name) else None
+            if isinstance(value, Tensor):
                 if value.ndim > 1 or value.shape == batch[0].get(keys.FULL).shape:
                     per_token[name] = 0
                 else:
@@ -402,7 +405,8 @@ class GRPOTrainer:
         if isinstance(scorer, TokenScorer):
             images = _images(data)
             images = (images and [images[row] for row in rows.tolist()]) or None
-            layout = scorer.layout(part.get(keys.FULL), part.get(scorer.mask_key), prompts, images)
+            mask = part.get(self.loss.tensor_keys.mask)
+            layout = scorer.layout(part.get(keys.FULL), mask, prompts, images)
             part.set_non_tensor(keys.LAYOUT, layout)
         return part
 
@@ -412,7 +416,7 @@ class GRPOTrainer:
         scorer = self.loss.actor_network
         copy = part.apply(partial(send, device=device), device=device)
         if isinstance(scorer, TokenScorer):
-            source = copy.get(keys.FULL), copy.get(scorer.mask_key)
+            source = copy.get(keys.FULL), copy.get(self.loss.tensor_keys.mask)
             copy.set_non_tensor(keys.LAYOUT, replace(part[keys.LAYOUT].to(device), source=source))
         return copy
 

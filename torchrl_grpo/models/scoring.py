@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchrl import torchrl_logger
 
+import torchrl_grpo.models.attention  # noqa: F401  registers itself
 from torchrl_grpo import keys
 from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.compat.transformers import attention_of
@@ -40,15 +41,15 @@ from torchrl_grpo.images.features import (
 )
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
 from torchrl_grpo.models.head import Centering, chunked_log_probs, tied_embedding, tied_rows
+from torchrl_grpo.models.layout import Layout, Prompt, packed, padded, pick
 from torchrl_grpo.models.loading import base_model_of, check_adapters
-from torchrl_grpo.models.packing import (
+from torchrl_grpo.models.padding import (
     has,
     images_of_rows,
     is_of_wrapper,
     pad,
     sequences_of,
 )
-from torchrl_grpo.models.prefix import Layout, Prompt, packed, padded, pick
 from torchrl_grpo.models.sharding import call_gathered, compute_device, local_part, mesh_of
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class TokenScorer(TensorDictModuleBase):
     Reads ``("tokens", "full")`` and ``("masks", "all_assistant_mask")`` (``set_in_keys`` renames
     them), ragged or padded; writes padded ``("cur_log_probs", "full")`` and ``("entropy", "full")``, [B, T] float32,
     0 on tokens outside the mask. A batch of TorchRL's wrappers, which have no such mask, is made
-    one of ours first (``packing.sequences_of``). With a teacher (``distill_from``) it reads ``("next",
+    one of ours first (``padding.sequences_of``). With a teacher (``distill_from``) it reads ``("next",
     "teacher_states")`` too and writes ``("divergence", "full")``. Where the batch has
     ``("kept_tokens", "sampled")``, the distributions are over these tokens only. If ``"layout"`` is the layout
     of these very tensors, it is used; otherwise one is made. A small model on a CPU is computed on
@@ -99,6 +100,13 @@ class TokenScorer(TensorDictModuleBase):
 
     in_keys: list[NestedKey] = [keys.FULL, keys.ASSISTANT_MASK]  # noqa: RUF012
     out_keys: list[NestedKey] = [keys.CUR_LOG_PROBS, keys.ENTROPY]  # noqa: RUF012
+    optional_in_keys: tuple[NestedKey, ...] = (
+        keys.ATTENTION_MASK,
+        keys.KEPT,
+        keys.IMAGES,
+        keys.LAYOUT,
+    )
+    """Further entries that ``forward`` reads if a batch has them."""
 
     def __init__(
         self, model: nn.Module, *, temperature: float = 1.0, max_chunk_elements: int | None = None
@@ -120,7 +128,6 @@ class TokenScorer(TensorDictModuleBase):
         self.tokens_key: NestedKey = keys.FULL
         self.mask_key: NestedKey = keys.ASSISTANT_MASK
         self.teacher: Teacher | None = None
-        self.centering: Centering | None = None
         self.temperature = temperature
         self.max_chunk_elements = max_chunk_elements
         self._image_features = None if family_of(base.config) is None else ImageFeatures(base)
@@ -144,16 +151,6 @@ class TokenScorer(TensorDictModuleBase):
         self.teacher = teacher
         self.in_keys = [*self.in_keys, keys.TEACHER_STATES]
         self.out_keys = [*self.out_keys, keys.DIVERGENCE]
-
-    def center_scores(self, centering: Centering) -> None:
-        """Write the mean scores for score centering too, from here on.
-
-        Args:
-            centering: see ``chunked_log_probs``.
-        """
-        self.centering = centering
-        self.in_keys = [*self.in_keys, keys.KEPT, keys.KEPT_LOG_PROBS]
-        self.out_keys = [*self.out_keys, keys.CENTERING]
 
     def packs(self, longest: int, images: Sequence[Spans] | None = None) -> bool:
         """Whether sequences of at most ``longest`` tokens are packed: without padding, and each prompt
@@ -232,6 +229,7 @@ class TokenScorer(TensorDictModuleBase):
         states: Tensor | None = None,
         kept: Tensor | None = None,
         sample: Tensor | None = None,
+        centering: Centering | None = None,
     ) -> tuple[Tensor, ...]:
         """Score sequences with an existing layout, on any device; see ``score``.
 
@@ -241,8 +239,9 @@ class TokenScorer(TensorDictModuleBase):
                 then a third result.
             kept: [B, S, K] int32, the tokens that each token of the mask was drawn from, and then
                 -1; None for the whole vocabulary.
-            sample: [B, S, K] float32, the sampling policy's log-probs of these tokens; the mean
-                score, see ``center_scores``, is then a third result.
+            sample: [B, S, K] float32, the sampling policy's log-probs of these tokens.
+            centering: see ``chunked_log_probs``; with it and ``sample``, the mean score is a third
+                result.
         """
         shape = layout.source[0].shape
         layout = layout.to(compute_device(self.model))
@@ -250,7 +249,9 @@ class TokenScorer(TensorDictModuleBase):
             None if values is None else _of_scored(layout, values)
             for values in (states, kept, sample)
         ]
-        scores = call_gathered(self.model, self._score, layout, shape.numel(), *of_tokens)
+        scores = call_gathered(
+            self.model, self._score, layout, shape.numel(), *of_tokens, centering
+        )
         return tuple(values.view(shape) for values in scores)
 
     def teacher_states(self, layout: Layout, top_k: int | None = None) -> Tensor:
@@ -285,6 +286,7 @@ class TokenScorer(TensorDictModuleBase):
         states: Tensor | None,
         kept: Tensor | None,
         sample: Tensor | None,
+        centering: Centering | None,
     ) -> tuple[Tensor, ...]:
         """Score into [B * T], with the LM head gathered: FSDP2 does not accept views from the
         function it calls.
@@ -302,7 +304,7 @@ class TokenScorer(TensorDictModuleBase):
             bias_V=bias,
             kept_NK=kept,
             sample_NK=sample,
-            centering=None if sample is None else self.centering,
+            centering=centering,
             **options,
         )
         if states is not None:
@@ -344,8 +346,14 @@ class TokenScorer(TensorDictModuleBase):
             inputs |= bidirectional_masks(self.base, embeddings, layout.images.places)
         return language_model_of(self.base)(**inputs).last_hidden_state
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the log-probs and entropies of the sampled tokens; see the class."""
+    def forward(
+        self, tensordict: TensorDictBase, *, centering: Centering | None = None
+    ) -> TensorDictBase:
+        """Write the log-probs and entropies of the sampled tokens; see the class.
+
+        With ``centering``, see ``chunked_log_probs``, this reads ``("kept_log_probs", "sampled")``
+        too and writes the mean scores, ``("centering", "full")``.
+        """
         layout = getattr(tensordict.get(keys.LAYOUT, None), "data", None)
         of_ours = self.mask_key != keys.ASSISTANT_MASK or layout is not None
         if not of_ours and is_of_wrapper(tensordict):
@@ -357,11 +365,10 @@ class TokenScorer(TensorDictModuleBase):
             layout = self.layout(tokens, mask, images=images_of_rows(tensordict))
         states = None if self.teacher is None else pad(tensordict, keys.TEACHER_STATES)
         kept = pad(tensordict, keys.KEPT, -1) if has(tensordict, keys.KEPT) else None
-        centers = self.centering is not None
-        sample = pad(tensordict, keys.KEPT_LOG_PROBS) if centers else None
-        third = keys.CENTERING if centers else keys.DIVERGENCE
+        sample = None if centering is None else pad(tensordict, keys.KEPT_LOG_PROBS)
+        third = keys.DIVERGENCE if centering is None else keys.CENTERING
         out_keys = (keys.CUR_LOG_PROBS, keys.ENTROPY, third)
-        scores = self.score_layout(layout, states, kept, sample)
+        scores = self.score_layout(layout, states, kept, sample, centering)
         for key, values in zip(out_keys, scores, strict=False):
             tensordict.set(key, values)
         return tensordict
@@ -577,13 +584,7 @@ class AdapterOffScorer(TokenScorer):
     a second model.
     """
 
-    def score_layout(
-        self,
-        layout: Layout,
-        states: Tensor | None = None,
-        kept: Tensor | None = None,
-        sample: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
+    def score_layout(self, layout: Layout, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """Score with only the base model; see ``TokenScorer.score_layout``."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with self.model.disable_adapter():
@@ -591,7 +592,7 @@ class AdapterOffScorer(TokenScorer):
             # that nothing is trained, and not cast the gradients.
             for parameter in trained:
                 parameter.requires_grad_(True)
-            return super().score_layout(layout, states, kept, sample)
+            return super().score_layout(layout, *args, **kwargs)
 
 
 class AverageScorer(TokenScorer):
@@ -658,16 +659,10 @@ class AverageScorer(TokenScorer):
             weight.copy_(copy)
         self._is_swapped = not self._is_swapped
 
-    def score_layout(
-        self,
-        layout: Layout,
-        states: Tensor | None = None,
-        kept: Tensor | None = None,
-        sample: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
+    def score_layout(self, layout: Layout, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """Score with the average; see ``TokenScorer.score_layout``."""
         with self.for_passes():
-            return super().score_layout(layout, states, kept, sample)
+            return super().score_layout(layout, *args, **kwargs)
 
     def teacher_states(self, layout: Layout, top_k: int | None = None) -> Tensor:
         """Return the average's states; see ``TokenScorer.teacher_states``."""
@@ -680,9 +675,9 @@ class WrapperScorer(TokenScorer):
 
     The wrapper lends its model and nothing else: not its distribution, which holds the logits of
     all tokens, pads on the left and gives no mask that both sides understand.
-    ``packing.sequences_of`` says what becomes of the batch.
+    ``padding.sequences_of`` says what becomes of the batch.
 
-    Reads ``("tokens", "full")`` and what else ``packing.sequences_of`` needs; writes what
+    Reads ``("tokens", "full")`` and what else ``padding.sequences_of`` needs; writes what
     ``TokenScorer`` writes, the mask and the behavior log-probs.
 
     Args:
@@ -700,6 +695,13 @@ class WrapperScorer(TokenScorer):
         keys.ASSISTANT_MASK,
         keys.LOG_PROBS,
     ]
+    optional_in_keys: tuple[NestedKey, ...] = (
+        *TokenScorer.optional_in_keys,
+        keys.ASSISTANT_MASK,
+        keys.LOG_PROBS,
+        keys.PROMPT,
+        ("log_probs", "response"),
+    )
 
     def __init__(self, wrapper: LLMWrapperBase) -> None:
         model = getattr(wrapper, "model", None)
@@ -716,8 +718,10 @@ class WrapperScorer(TokenScorer):
         self.tokens_key = tokens
         self.in_keys = [tokens, *self.in_keys[1:]]
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(
+        self, tensordict: TensorDictBase, *, centering: Centering | None = None
+    ) -> TensorDictBase:
         """Return a ragged batch [B] made of the wrapper's batch, with log-probs and entropies; see
         the class.
         """
-        return super().forward(sequences_of(tensordict, self.tokens_key))
+        return super().forward(sequences_of(tensordict, self.tokens_key), centering=centering)

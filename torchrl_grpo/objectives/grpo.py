@@ -32,7 +32,14 @@ from torchrl_grpo.checks import (
 )
 from torchrl_grpo.compat.torchrl import CHOICES, check_choice
 from torchrl_grpo.host.extras import load_extra
-from torchrl_grpo.models.packing import entry, has, pad, trajectories_of
+from torchrl_grpo.models.padding import (
+    copy_entry,
+    entry,
+    has,
+    pad,
+    set_padded,
+    trajectories_of,
+)
 from torchrl_grpo.models.scoring import TokenScorer, WrapperScorer
 from torchrl_grpo.models.sharding import compute_device
 from torchrl_grpo.objectives.output import LARGEST_RATIO, TORCHRL_METRICS, GRPOLossOutput
@@ -49,6 +56,15 @@ _METRICS = (
     "entropy",
 )
 """Metrics of every batch."""
+
+NORMALIZED = (
+    keys.LOSS_WEIGHTS,
+    keys.TOKEN_COUNT,
+    keys.SEQUENCE_COUNT,
+    keys.TOKEN_ROLES,
+    keys.DEMONSTRATION_WEIGHTS,
+)
+"""Entries that ``GRPOLoss.normalize`` writes."""
 
 _REJECTED = ("tokens", "sequences")
 _CORRECTION_METRICS = (
@@ -112,8 +128,9 @@ class GRPOLoss(LossModule):
             and entropy terms or the divisors of means: bounds by rule, ``{"geometric": (0.99,
             1.01)}``. A token must pass all given rules of ``functional.REJECTIONS``;
             ``checks.check_rejection`` explains one number in place of a pair. The rules compare the
-            sampling policy with the proximal one, or with the current one if
-            ``proximal="behaviour"``; ``off_policy`` and ``dppo_*`` always with the current one.
+            sampling policy with the trainer's from before the batch's first step if ``proximal`` is
+            ``"recomputed"``, else with the current one; ``off_policy`` and ``dppo_*`` always with
+            the current one.
         top_entropy_quantile: share of the batch's tokens to train, those with the largest entropy
             by ``prox_entropy`` (arXiv 2506.01939); the others are removed from the objective, as
             rejected ones are. Less than 1 needs ``proximal="recomputed"``.
@@ -141,7 +158,8 @@ class GRPOLoss(LossModule):
             needs none.
         device: of the loss's own buffers; by default, the device on which the model computes.
 
-    Input keys (``set_keys`` renames them): ``action`` [B, T] int64, the tokens (a ``TokenScorer``
+    Input keys (``set_keys`` renames them; ``in_keys`` has all that ``forward`` may read, and
+    ``required_in_keys`` those without which it raises): ``action`` [B, T] int64, the tokens (a ``TokenScorer``
     reads them), ``advantage`` [B, 1] (or TorchRL's [B, 1, 1]) or [B, T],
     ``sample_log_prob`` [B, T], ``ref_log_probs`` [B, T], ``mask`` [B, T] bool (the tokens that the
     policy sampled), ``cur_log_prob`` and ``entropy`` as above; ``prox_log_prob`` [B, T],
@@ -268,8 +286,6 @@ class GRPOLoss(LossModule):
         self.teacher_clip = teacher_clip
         self.sft_coeff = sft_coeff
         self._check_arguments()
-        if score_centering and isinstance(self.actor_network, TokenScorer):
-            self.actor_network.center_scores(self._centering)
 
     @property
     def clip_epsilon(self) -> tuple[Tensor, Tensor]:
@@ -324,12 +340,36 @@ class GRPOLoss(LossModule):
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        """Keys that ``forward`` reads, or those that were set, until keys are renamed."""
+        """Keys of all entries that ``forward`` may read, or those that were set, until keys are
+        renamed: ``batch.select(*loss.in_keys, strict=False)`` changes no output.
+        """
         if self._in_keys is not None:
             return self._in_keys
         names = self.tensor_keys
+        optional = [
+            *getattr(self.actor_network, "optional_in_keys", ()),
+            names.ref_log_probs,
+            names.reward_valid,
+            names.teacher_valid,
+            names.teacher_log_probs,
+            keys.TRAJECTORY,
+            *NORMALIZED,
+        ]
+        return list(dict.fromkeys([*self.required_in_keys, *optional]))
+
+    @in_keys.setter
+    def in_keys(self, names: list[NestedKey] | None) -> None:
+        self._in_keys = names
+
+    @property
+    def required_in_keys(self) -> list[NestedKey]:
+        """Keys of the entries that a batch must have."""
+        names = self.tensor_keys
         scorer = self.actor_network
+        centers = self._centers
         optional = {
+            keys.KEPT: centers,
+            keys.KEPT_LOG_PROBS: centers,
             names.prox_log_prob: self.proximal == "recomputed",
             names.prox_entropy: self.top_entropy_quantile < 1,
             names.staleness: self.proximal == "interpolated",
@@ -341,11 +381,20 @@ class GRPOLoss(LossModule):
         required = [names.mask, names.sample_log_prob, names.advantage]
         required += [key for key, needed in optional.items() if needed]
         own = [key for key in required if key not in scorer.out_keys]
-        return list(dict.fromkeys([*scorer.in_keys, *own]))
+        renamed = dict(self._renamed())
+        return list(dict.fromkeys([*(renamed.get(key, key) for key in scorer.in_keys), *own]))
 
-    @in_keys.setter
-    def in_keys(self, names: list[NestedKey] | None) -> None:
-        self._in_keys = names
+    def _renamed(self) -> list[tuple[NestedKey, NestedKey]]:
+        """Return the keys of the scorer's entries that have another name in the batch, and that."""
+        names = self.tensor_keys
+        pairs = [(keys.FULL, names.action), (keys.ASSISTANT_MASK, names.mask)]
+        own = self.actor_network.in_keys
+        return [(key, name) for key, name in pairs if key != name and key in own]
+
+    @property
+    def _centers(self) -> bool:
+        """Whether the scorer is asked for the mean scores."""
+        return self.score_centering and isinstance(self.actor_network, TokenScorer)
 
     @property
     def out_keys(self) -> list[NestedKey]:
@@ -378,31 +427,29 @@ class GRPOLoss(LossModule):
         return [f"rejected_{unit}_{rule}" for rule in self.rejection for unit in _REJECTED]
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
-        """Nothing to forward without a value estimator; the scorer gets its keys."""
+        """Nothing to forward without a value estimator, and the scorer stays as it is."""
         self.in_keys = None
-        scorer = self.actor_network
-        if isinstance(scorer, TokenScorer):
-            scorer.set_in_keys(self.tensor_keys.action, self.tensor_keys.mask)
 
     def normalize(self, batch: TensorDictBase) -> TensorDictBase:
         """Fix the weight of each token and the token count over a whole optimization batch, in
         place.
 
-        Call it on the padded batch before splitting it, so that micro-batches add up to the batch.
+        Call it before splitting the batch, so that micro-batches add up to the batch.
 
         Args:
-            batch: [N], with ``mask`` and ``sample_log_prob`` [N, T], and the other entries that
+            batch: [N], ragged or padded, with ``mask`` and ``sample_log_prob`` [N, T], and the other entries that
                 decide which tokens count (``truncated``, ``reward_valid``).
         """
         mask = self._mask(batch)
         dtype = pad(batch, self.tensor_keys.sample_log_prob).dtype
-        batch.set(keys.LOSS_WEIGHTS, self._weights(mask, dtype, trajectories_of(batch)))
+        set_padded(batch, keys.LOSS_WEIGHTS, self._weights(mask, dtype, trajectories_of(batch)))
         for key, counted in ((keys.TOKEN_COUNT, mask), (keys.SEQUENCE_COUNT, mask.any(1))):
             count = counted.sum().clamp(min=1)
             batch.set(key, count.expand(mask.shape[0], 1).contiguous())
-        batch.set(keys.TOKEN_ROLES, self.token_roles(batch, mask))
+        set_padded(batch, keys.TOKEN_ROLES, self.token_roles(batch, mask))
         if self.sft_coeff:
-            batch.set(keys.DEMONSTRATION_WEIGHTS, self._demonstration_weights(batch, dtype))
+            weights = self._demonstration_weights(batch, dtype)
+            set_padded(batch, keys.DEMONSTRATION_WEIGHTS, weights)
         return batch
 
     def _mask(self, batch: TensorDictBase) -> Tensor:
@@ -494,7 +541,11 @@ class GRPOLoss(LossModule):
                 f"batch_size={list(tensordict.batch_size)} must be [N], N sequences: use batch[:1] "
                 "for one of them, batch.reshape(-1) for more dimensions."
             )
-        tokens = self._read_tokens(self.actor_network(tensordict.copy()))
+        data = tensordict.copy()
+        for key, name in self._renamed():
+            copy_entry(data, name, key)
+        options = {"centering": self._centering} if self._centers else {}
+        tokens = self._read_tokens(self.actor_network(data, **options))
         out = self._policy_gradient(tokens)
         out |= self._kl_to_ref(tokens)
         out |= self._kl_to_inference(tokens)
@@ -516,15 +567,17 @@ class GRPOLoss(LossModule):
             key = self.tensor_keys.sample_log_prob
             sampled = _of_sequence_or_token(data, key, mask.shape[1]).to(mask.device)
             mask = mask & (F.kl_k2(log_prob, sampled) <= self.kl_mask_threshold)
-        weights = data.get(keys.LOSS_WEIGHTS, None)
-        if weights is None:
+        if has(data, keys.LOSS_WEIGHTS):
+            weights = pad(data, keys.LOSS_WEIGHTS)
+        else:
             weights = self._weights(mask, log_prob.dtype, trajectories_of(data))
         count = data.get(keys.TOKEN_COUNT, None)
         count = mask.sum().clamp(min=1) if count is None else count[0, 0]
         log_prob = torch.where(mask, log_prob, 0.0)
         tokens = _Tokens(data, mask, weights.to(mask.device), count.to(mask.device), log_prob)
-        roles = data.get(keys.TOKEN_ROLES, None)
-        tokens.roles = (self.token_roles(data, mask) if roles is None else roles).to(mask.device)
+        of_batch = has(data, keys.TOKEN_ROLES)
+        roles = pad(data, keys.TOKEN_ROLES) if of_batch else self.token_roles(data, mask)
+        tokens.roles = roles.to(mask.device)
         sample_log_prob = tokens.read(self.tensor_keys.sample_log_prob).detach()
         tokens.sample_log_prob = self.behaviour(log_prob, sample_log_prob)
         return tokens
@@ -573,7 +626,7 @@ class GRPOLoss(LossModule):
             unbounded = F.behaviour_weight(log_weight, mask, "truncate", level, math.inf)
             out |= tokens.means(behaviour_weight=weight, behaviour_capped=weight != unbounded)
         current = tokens.log_prob.detach()
-        trainer = current if self.proximal == "behaviour" else prox
+        trainer = prox if self.proximal == "recomputed" else current
         gap = F.Mismatch(trainer, current, tokens.sample_log_prob, advantage, mask)
         out |= tokens.mismatch(gap)
         for rule, (low, high) in self.rejection.items():
@@ -661,8 +714,9 @@ class GRPOLoss(LossModule):
         if not self.sft_coeff:
             return {}
         log_prob = entry(tokens.data, self.tensor_keys.cur_log_prob)
-        weights = tokens.data.get(keys.DEMONSTRATION_WEIGHTS, None)
-        if weights is None:
+        if has(tokens.data, keys.DEMONSTRATION_WEIGHTS):
+            weights = pad(tokens.data, keys.DEMONSTRATION_WEIGHTS)
+        else:
             weights = self._demonstration_weights(tokens.data, log_prob.dtype)
         weights = weights.to(log_prob.device)
         log_likelihood = (weights * torch.where(weights > 0, log_prob, 0.0)).sum()

@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_grpo import functional as F
-from torchrl_grpo.models.packing import pad
+from torchrl_grpo.models.padding import pad
 from torchrl_grpo.objectives.grpo import GRPOLoss, _of_sequence_or_token, _Tokens
 
 

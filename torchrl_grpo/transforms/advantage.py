@@ -25,7 +25,12 @@ from torchrl_grpo.checks import (
 from torchrl_grpo.compat.torchrl import check_choice
 from torchrl_grpo.functional import group_advantage, token_advantage, turn_advantage
 from torchrl_grpo.host.extras import load_extra
-from torchrl_grpo.models.packing import entry, has, last_rows, pad
+from torchrl_grpo.models.padding import (
+    entry,
+    has,
+    last_rows,
+    pad,
+)
 from torchrl_grpo.rewards.spec import PartWeights
 from torchrl_grpo.transforms.parts import decoupled_advantage, reward_parts
 from torchrl_grpo.transforms.ragged import (
@@ -33,6 +38,7 @@ from torchrl_grpo.transforms.ragged import (
     flatten,
     group_ids,
     group_keys,
+    is_written,
     join_rows,
     set_tokens,
     split_rows,
@@ -299,13 +305,13 @@ class GroupAdvantage(Transform):
     # On its own, and when a replay buffer is sampled
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the advantage of a flat batch of complete groups; a batch that already has it is
-        returned unchanged.
+        """Write the advantage of a flat batch of complete groups. In a replay buffer, a batch that
+        already has it is returned unchanged.
 
         Raises:
             ValueError: a group has not ``repeats`` members.
         """
-        if has(tensordict, self.advantage_key):
+        if is_written(self, tensordict, self.advantage_key):
             return tensordict
         flat = flatten(tensordict)
         member = self._members(flat)

@@ -15,21 +15,20 @@ from torchrl_grpo import keys
 from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.images import Spans
+from torchrl_grpo.models.layout import Layout, shared_prompts
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import forward_memory
-from torchrl_grpo.models.packing import (
+from torchrl_grpo.models.padding import (
     has,
     images_of_rows,
     is_of_wrapper,
     pad,
-    pass_tokens,
-    rank_micro_batches,
     sequences_of,
 )
-from torchrl_grpo.models.prefix import Layout, shared_prompts
+from torchrl_grpo.models.passes import pass_tokens, rank_micro_batches
 from torchrl_grpo.models.scoring import TokenScorer, autocast, check_packing
 from torchrl_grpo.models.sharding import compute_device, mesh_of
-from torchrl_grpo.transforms.ragged import flatten, set_rows
+from torchrl_grpo.transforms.ragged import flatten, is_written, set_rows
 from torchrl_grpo.weights import load_weights
 
 _PURPOSES: dict[NestedKey, str] = {
@@ -230,10 +229,10 @@ class KLScoring(Transform):
         return rows
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Score a batch [B] (or one sequence) in place. A batch that already has the entry is left
-        unchanged.
+        """Score a batch [B] (or one sequence) in place. In a replay buffer, a batch that already has
+        the entry is left unchanged.
         """
-        if has(tensordict, self.out_key):
+        if is_written(self, tensordict, self.out_key):
             return tensordict
         return set_rows(tensordict, self.out_key, self._score(flatten(tensordict)))
 
@@ -243,7 +242,7 @@ class KLScoring(Transform):
         """
         if tensordict is None or self.parent is not None:
             return tensordict  # None if another transform of the buffer holds everything back
-        return self.forward(tensordict)
+        return tensordict if has(tensordict, self.out_key) else self.forward(tensordict)
 
     _call = _inv_call  # of a buffer's append_transform(invert=True)
 

@@ -10,8 +10,14 @@ from torchrl.envs import Transform
 from torchrl_grpo import keys
 from torchrl_grpo.checks import KLEstimator, check_bounds
 from torchrl_grpo.functional import KL_ESTIMATORS, overlong_penalty
-from torchrl_grpo.models.packing import entry, has, last_rows, pad, trajectories_of
-from torchrl_grpo.transforms.ragged import flatten, set_tokens
+from torchrl_grpo.models.padding import (
+    entry,
+    has,
+    last_rows,
+    pad,
+    trajectories_of,
+)
+from torchrl_grpo.transforms.ragged import flatten, is_written, set_tokens
 
 
 class RewardShaping(Transform):
@@ -31,7 +37,7 @@ class RewardShaping(Transform):
     reward_key=keys.SHAPED_REWARD)``, or ``level="token"``, which reads the token rewards.
 
     It works on finished sequences: called on a batch, in place, or in a replay buffer, where
-    ``extend`` shapes new data. A batch that has both entries is left unchanged. A buffer applies
+    ``extend`` shapes new data. A buffer applies
     its transforms in reverse order when it is written to, so there this transform comes *after*
     ``GroupAdvantage``, as in the second example.
 
@@ -136,8 +142,10 @@ class RewardShaping(Transform):
         self.kl_estimator = kl_estimator
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Shape the rewards of a batch in place, unless it already has both entries."""
-        if has(tensordict, keys.TOKEN_REWARD) and has(tensordict, keys.SHAPED_REWARD):
+        """Shape the rewards of a batch in place; in a replay buffer, unless it already has both
+        entries.
+        """
+        if is_written(self, tensordict, *self.out_keys):
             return tensordict
         flat = flatten(tensordict)
         mask = pad(flat, self.mask_key, False)

@@ -15,8 +15,8 @@ from torchrl.envs import Transform
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import kl_k1
-from torchrl_grpo.models.packing import has, images_of_row, pad
-from torchrl_grpo.models.prefix import Layout
+from torchrl_grpo.models.layout import Layout
+from torchrl_grpo.models.padding import has, images_of_row, pad
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.ragged import flatten, set_tokens
@@ -74,9 +74,7 @@ class TeacherScoring(Transform):
         self.datasets = datasets
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Score a batch [B] (or one sequence) in place. What a teacher has scored already is left
-        unchanged.
-        """
+        """Score a batch [B] (or one sequence) in place, except for what other teachers have scored."""
         key = self.out_keys[0]
         rows = [row for row in flatten(tensordict).unbind(0) if self._is_open(row)]
         views = [self._view(row) for row in rows]
@@ -97,10 +95,12 @@ class TeacherScoring(Transform):
         return tensordict
 
     def _is_open(self, row: TensorDictBase) -> bool:
-        """Return whether a row still lacks scores, or belongs to this teacher's data sets."""
+        """Return whether no teacher has seen a row yet, or it belongs to this teacher's data sets and
+        is not what a replay buffer samples, already scored.
+        """
         valid = row.get(keys.TEACHER_VALID, None)
-        own = self.datasets is not None and row[keys.DATASET] in self.datasets
-        return valid is None or (own and not bool(valid))
+        own = self.datasets is None or row[keys.DATASET] in self.datasets
+        return valid is None or (own and (self.training or not bool(valid)))
 
     def _view(self, row: TensorDictBase) -> TensorDict | None:
         """Return a sequence as the teacher sees it; None if it scores none."""

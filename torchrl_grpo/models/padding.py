@@ -1,4 +1,4 @@
-"""Ragged batches as padded tensors, and batches split into micro-batches by a token budget.
+"""Ragged batches as padded tensors, and their entries.
 
 Sequences are padded on the right. Under causal attention a real token never attends to later
 tokens, so no attention mask is needed and padding cannot change a result.
@@ -6,7 +6,6 @@ tokens, so no attention mask is needed and padding cannot change a result.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from torchrl_grpo import keys as K
 from torchrl_grpo.images import Spans
-from torchrl_grpo.models.prefix import Prompt
 
 # Fixes for a missing entry that one of our parts writes.
 _FIXES: dict[NestedKey, str] = {
@@ -92,6 +90,25 @@ def has(batch: TensorDictBase, key: NestedKey) -> bool:
     """
     parts = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
     return all(part.get(key, None) is not None for part in parts)
+
+
+def copy_entry(batch: TensorDictBase, source: NestedKey, target: NestedKey) -> None:
+    """Write an entry under a second key, in place.
+
+    Raises:
+        KeyError: the batch has no such entry.
+    """
+    for part in batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]:
+        part.set(target, entry(part, source))
+
+
+def set_padded(batch: TensorDictBase, key: NestedKey, values: Tensor) -> None:
+    """Write padded values, [N, T], each row of a ragged batch cut to the width of its tokens."""
+    if not isinstance(batch, LazyStackedTensorDict):
+        batch.set(key, values)
+        return
+    for part, row in zip(batch.tensordicts, values, strict=True):
+        part.set(key, row[: entry(part, K.FULL).shape[-1]])
 
 
 def images_of_rows(batch: TensorDictBase, *, demonstrations: bool = False) -> list[Spans] | None:
@@ -299,142 +316,6 @@ def _sequence_of(row: TensorDictBase, tokens_key: NestedKey) -> TensorDictBase:
     out.set(K.ASSISTANT_MASK, mask[real])
     out.set(K.LOG_PROBS, torch.where(mask, log_probs, 0.0)[real])
     return out
-
-
-def pass_tokens(lengths: Sequence[int], prompts: Sequence[Prompt] | None = None) -> int:
-    """Return the number of tokens that one forward pass over some sequences computes.
-
-    Args:
-        lengths: number of tokens in each sequence.
-        prompts: prompts of the sequences, from ``shared_prompts``, each computed once; None for
-            sequences that are padded to the longest one.
-
-    Example:
-        >>> pass_tokens([5, 6, 3]), pass_tokens([5, 6, 3], [(0, 4), (0, 4), (2, 1)])
-        (18, 10)
-    """
-    if prompts is None:
-        return len(lengths) * max(lengths, default=0)
-    return (
-        sum(lengths)
-        - sum(length for _, length in prompts)
-        + sum(length for _, length in set(prompts))
-    )
-
-
-def micro_batches(
-    lengths: Tensor, max_tokens: int, prompts: Sequence[Prompt] | None = None
-) -> list[Tensor]:
-    """Split sequences into micro-batches that compute at most ``max_tokens`` tokens each.
-
-    Padded sequences are sorted by length, longest first, so that little of the budget goes to
-    padding. Other sequences stay together with those of the same prompt. If they do not fit, the
-    next micro-batch computes the prompt again.
-
-    Args:
-        lengths: [N] int64, number of tokens in each sequence.
-        max_tokens: token budget; a longer sequence gets its own micro-batch.
-        prompts: as in ``pass_tokens``.
-
-    Returns:
-        index tensors [n_i] int64, which together contain each of 0..N-1 once.
-
-    Example:
-        >>> [part.tolist() for part in micro_batches(torch.tensor([2, 5, 3]), 6)]
-        [[1], [2, 0]]
-        >>> [part.tolist() for part in micro_batches(torch.tensor([5, 6, 5]), 8, [(0, 4), (1, 4), (0, 4)])]
-        [[0, 2], [1]]
-    """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens={max_tokens} must be at least 1: for example, 4096.")
-    if prompts is None:
-        order = lengths.sort(descending=True, stable=True).indices.tolist()
-    else:
-        order = [row for rows in _by_prompt(prompts).values() for row in rows]
-    sizes, parts, used = lengths.tolist(), list[list[int]](), 0
-    for row in order:
-        if prompts is None:
-            more = sizes[parts[-1][0]] if parts else 0
-        else:
-            prompt = prompts[row]
-            more = sizes[row] - prompt[1] * bool(parts and prompts[parts[-1][-1]] == prompt)
-        if parts and used + more <= max_tokens:
-            parts[-1].append(row)
-            used += more
-        else:
-            parts.append([row])
-            used = sizes[row]
-    return [torch.tensor(part, device="cpu") for part in parts]
-
-
-def _by_prompt(prompts: Sequence[Prompt]) -> dict[Prompt, list[int]]:
-    """Return the sequences of each prompt."""
-    rows_of: dict[Prompt, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        rows_of.setdefault(prompt, []).append(row)
-    return rows_of
-
-
-def rank_micro_batches(
-    lengths: Tensor,
-    max_tokens: int,
-    rank: int,
-    world_size: int,
-    prompts: Sequence[Prompt] | None = None,
-) -> list[Tensor]:
-    """Return one rank's micro-batches of a shared batch. All ranks compute about the same number of
-    tokens.
-
-    All ranks get the same number of micro-batches, because each is a collective operation of a
-    sharded model. The sequences of a prompt stay on one rank, unless they are more than half of its
-    share.
-
-    Args:
-        lengths: [N] int64, number of tokens in each sequence of the whole batch.
-        max_tokens: as in ``micro_batches``.
-        rank: 0 to ``world_size - 1``.
-        world_size: number of ranks; with 1, this is ``micro_batches``.
-        prompts: as in ``pass_tokens``.
-
-    Returns:
-        index tensors [n_i] int64; one is empty if this rank has no sequences for that micro-batch.
-
-    Example:
-        >>> [part.tolist() for part in rank_micro_batches(torch.tensor([2, 5, 3, 4]), 6, rank=0, world_size=2)]
-        [[1], [0]]
-    """
-    lengths = lengths.cpu()
-    sizes, pieces = lengths.tolist(), [[row] for row in range(len(lengths))]
-    if prompts is not None:
-        most = max(1, pass_tokens(sizes, prompts) // (2 * world_size))
-        groups = [
-            (prompt, torch.tensor(rows, device="cpu"))
-            for prompt, rows in _by_prompt(prompts).items()
-        ]
-        cut = (
-            (rows, micro_batches(lengths[rows], most, [prompt] * len(rows)))
-            for prompt, rows in groups
-        )
-        pieces = [rows[part].tolist() for rows, parts in cut for part in parts]
-
-    def tokens(piece: Sequence[int]) -> int:
-        return pass_tokens(
-            [sizes[row] for row in piece], prompts and [prompts[row] for row in piece]
-        )
-
-    shares: list[list[int]] = [[] for _ in range(world_size)]
-    loads = [(0, number) for number in range(world_size)]  # a heap
-    for piece in sorted(pieces, key=tokens, reverse=True):
-        load, number = heapq.heappop(loads)
-        shares[number] += piece
-        heapq.heappush(loads, (load + tokens(piece), number))
-    split = []
-    for share in map(sorted, shares):
-        of_rank = torch.tensor(share, dtype=torch.int64, device="cpu")
-        own = prompts and [prompts[row] for row in share]
-        split.append([of_rank[part] for part in micro_batches(lengths[of_rank], max_tokens, own)])
-    missing = max(len(parts) for parts in split) - len(split[rank])
-    return split[rank] + [lengths.new_empty(0)] * missing
 
 
 def slice_tokens(batch: TensorDict, index: Tensor, length: int) -> TensorDict:

@@ -10,15 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
-from torchrl_grpo.models.packing import (
-    micro_batches,
+from torchrl_grpo.models.padding import (
     pad,
     pad_batch,
-    pass_tokens,
-    rank_micro_batches,
     sequences_of,
     slice_tokens,
 )
+from torchrl_grpo.models.passes import micro_batches, pass_tokens, rank_micro_batches
 
 LENGTHS = (9, 14, 6, 11, 8, 12, 7, 10, 30, 5, 17)
 

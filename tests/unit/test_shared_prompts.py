@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -17,8 +18,10 @@ from tests.support.models import make_lora, make_tiny_model
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
 from torchrl_grpo.learner import step
-from torchrl_grpo.models import loading, prefix, scoring
-from torchrl_grpo.models.prefix import GatherIndex, packed, padded, pick, shared_prompts
+from torchrl_grpo.models import attention as attending
+from torchrl_grpo.models import layout as layouts
+from torchrl_grpo.models import loading, scoring
+from torchrl_grpo.models.layout import GatherIndex, packed, padded, pick, shared_prompts
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 from torchrl_grpo.transforms import kl_scoring
 from torchrl_grpo.transforms.kl_scoring import KLScoring
@@ -240,9 +243,9 @@ def test_the_way_of_other_devices_gives_the_same_attention() -> None:
     layout = packed(tokens, mask)
     size = layout.tokens.shape[1]
     query, key, value = (torch.randn(1, heads, size, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    expected, _ = prefix.attention(nn.Identity(), query, key, value, None, layout=layout)
+    expected, _ = attending.attention(nn.Identity(), query, key, value, None, layout=layout)
     key, value = (tensor.index_select(2, layout.keys.places) for tensor in (key, value))
-    got = prefix._each_sequence(query, key, value, layout, 14, 8**-0.5, 0.0)
+    got = attending._each_sequence(query, key, value, layout, 14, 8**-0.5, 0.0)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     assert [bound.tolist() for bound in layout.bounds] == [
         [0, 11, 14, 15, 29, 33, 43],
@@ -268,10 +271,10 @@ def test_layers_share_their_masks_and_a_whole_sequence_needs_none(
         masks.append((mask, is_causal))
         return v[:, :, -q.shape[2] :]
 
-    monkeypatch.setattr(prefix, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(attending, "scaled_dot_product_attention", noted)
     for _ in range(2):
         query, key = (torch.randn(1, 4, sum(part), 8) for part in layout.lengths)
-        prefix._each_sequence(query, key, key, layout, 14, 1.0, 0.0)
+        attending._each_sequence(query, key, key, layout, 14, 1.0, 0.0)
     first, second = masks[:6], masks[6:]
     assert [(mask is None, causal) for mask, causal in first] == [
         (at in (0, 3, 5),) * 2 for at in range(6)
@@ -318,11 +321,11 @@ def test_what_goes_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch: pytest.Mon
         Tensor, "to", lambda self, *args, **named: (calls.append((*args, named)), self)[1]
     )
     for device in (torch.device("cuda", 1), torch.device("cpu")):
-        prefix.send(torch.ones(2), device)
+        layouts.send(torch.ones(2), device)
         assert calls.pop() == (device, {"non_blocking": True})
     assert calls == ["pinned"]
     with FakeTensorMode():
-        prefix.send(torch.empty(2, device="cuda:0"), torch.device("cuda", 0))
+        layouts.send(torch.empty(2, device="cuda:0"), torch.device("cuda", 0))
     assert calls[1:] == [
         (torch.device("cuda", 0), {"non_blocking": True})
     ]  # CUDA's own memory cannot be pinned
@@ -395,7 +398,7 @@ def test_a_window_that_does_not_reach_the_attention_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def without_window(*args: Any, **kwargs: Any) -> Any:
-        return prefix.attention(*args, **(kwargs | {"sliding_window": None}))
+        return attending.attention(*args, **(kwargs | {"sliding_window": None}))
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", without_window)
     model = make_family("mistral", sliding_window=64)
@@ -405,7 +408,7 @@ def test_a_window_that_does_not_reach_the_attention_is_noticed(
 
 
 def test_an_attention_that_ignores_the_layout_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", prefix._sdpa)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", attending._sdpa)
     model = make_tiny_model()
     assert not TokenScorer(model).packs(10)
     assert "nats on average" in model.unpacked_because
@@ -435,9 +438,9 @@ def test_a_card_takes_the_attention_that_it_has(
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     calls = []
     for name in ("_flash_on_cuda", "_each_sequence"):
-        way = getattr(prefix, name)
+        way = getattr(attending, name)
         monkeypatch.setattr(
-            prefix, name, lambda *args, name=name, way=way: (calls.append(name), way(*args))[1]
+            attending, name, lambda *args, name=name, way=way: (calls.append(name), way(*args))[1]
         )
     layout = packed(*make_group())
     rows = layout.tokens.shape[1]
@@ -446,12 +449,12 @@ def test_a_card_takes_the_attention_that_it_has(
         query, key, value = (
             torch.empty(1, heads, rows, size, dtype=dtype, device="cuda:0") for heads in (4, 2, 2)
         )
-        there = prefix.replace(
+        there = dataclasses.replace(
             layout, tokens=torch.empty(1, rows, dtype=torch.int64, device="cuda:0")
         )
         on_card = [torch.empty_like(part, device="cuda:0") for part in lengths]
         vars(there).update(keys=GatherIndex(on_card[0]), bounds=tuple(on_card[1:]))
-        out, _ = prefix.attention(nn.Identity(), query, key, value, None, layout=there)
+        out, _ = attending.attention(nn.Identity(), query, key, value, None, layout=there)
     assert calls == ["_flash_on_cuda" if varlen else "_each_sequence"]
     assert (out.shape, out.dtype) == ((1, rows, 4, size), dtype)
 
@@ -505,11 +508,11 @@ def test_windows_of_a_card_are_those_of_other_devices(
     layout = packed(*make_group())
     size = layout.tokens.shape[1]
     query, key, value = (torch.randn(1, heads, size, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    expected, _ = prefix.attention(
+    expected, _ = attending.attention(
         nn.Identity(), query, key, value, None, layout=layout, sliding_window=window
     )
     key, value = (tensor.index_select(2, layout.keys.places) for tensor in (key, value))
-    got = prefix._flash_on_cuda(query, key, value, layout, window or 14, 8**-0.5)
+    got = attending._flash_on_cuda(query, key, value, layout, window or 14, 8**-0.5)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
@@ -518,7 +521,7 @@ def test_packing_is_checked_once_in_the_precision_of_the_run(
 ) -> None:
     """An attention without a kernel for mixed precision, as on some cards, must be found."""
     calls = []
-    attention = prefix.attention
+    attention = attending.attention
 
     def without_kernel(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("layout") is not None and torch.is_autocast_enabled("cpu"):
@@ -575,7 +578,7 @@ def test_a_step_and_scoring_lay_out_all_passes_before_the_first_one(
         monkeypatch.setattr(module, name, lambda *args: (events.append(name), function(*args))[1])
 
     record(scoring, "packed")
-    for module in (prefix, step, kl_scoring):
+    for module in (layouts, step, kl_scoring):
         record(module, "shared_prompts")
     trainer.train_step(make_batch(repeats=4))
     assert events == ["shared_prompts", *["packed"] * 3, *["pass"] * 3]

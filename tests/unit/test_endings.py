@@ -27,7 +27,10 @@ from torchrl_grpo.host.files import read_jsonl
 @pytest.mark.slow
 def test_a_scorer_that_always_fails_ends_the_run(tmp_path: Path) -> None:
     """It once ended normally, with every optimizer step skipped and exit status 0."""
-    (tmp_path / "broken.py").write_text("def score(response):\n    raise OSError('no judge')\n")
+    (tmp_path / "broken.py").write_text(
+        "from itertools import count\ncalls = count()\ndef score(response):\n"
+        "    if next(calls) % 2: return None\n    raise OSError('no judge')\n"
+    )
     message = r"3 optimizer steps in a row changed nothing, .* all rewards are invalid"
     with pytest.raises(NoSignalError, match=message) as ended:
         run(
@@ -38,7 +41,7 @@ def test_a_scorer_that_always_fails_ends_the_run(tmp_path: Path) -> None:
         )
     failed = (
         "The scorer failed on 16 of 16 responses, first with OSError: no "
-        f"judge at {tmp_path}/broken.py:2."
+        f"judge at {tmp_path}/broken.py:5."
     )
     assert failed in str(ended.value)
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")

@@ -5,11 +5,17 @@ from __future__ import annotations
 import copy
 import json
 import math
+import socket
+import ssl
+import urllib.error
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -21,9 +27,11 @@ from transformers import (
 
 from tests.support.families import make_family
 from tests.support.models import make_tiny_model
+from torchrl_grpo.extras.hints import hub
 from torchrl_grpo.generation import SamplingParams
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.tasks.dataset import DatasetTask
 
 
 def test_an_unreachable_model_is_one_clear_error() -> None:
@@ -45,15 +53,16 @@ def test_a_misspelt_folder_is_named_before_the_hub(
     monkeypatch.chdir(tmp_path)
     meant = Path(name).parent / "llama"
     with pytest.raises(
-        ValueError, match=rf"model\.name={name} must .*: did you mean {meant}\?.* hub"
+        ValueError, match=rf"model\.name={name} must .* hub .*: did you mean {meant}\?"
     ):
         loading.load_config(name)
 
 
 def test_a_folder_of_adapters_is_told_from_a_model(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     with pytest.raises(
-        ValueError, match=r"must be a whole model, .*python -m torchrl_grpo\.export"
+        ValueError,
+        match=r"with a whole model, .*adapters of org/base.*python -m torchrl_grpo\.export",
     ):
         loading.load_config(str(tmp_path))
 
@@ -400,6 +409,7 @@ def test_a_temperature_that_breaks_the_logits_is_refused(temperature: float) -> 
     ("name", "wrong"),
     [
         ("/nope", "/ has no such folder: check the path"),
+        ("./ther", "TMP has no such folder (did you mean there?)"),
         ("./runs/mine", "TMP has no such folder"),
         ("there/mine/model", "TMP/there has no such folder"),
         ("~/mine/model", "a shell does not expand ~ after a ="),
@@ -419,6 +429,100 @@ def test_a_path_without_a_folder_is_said_to_be_none(
         error.value
     )
     assert "alphanumeric" not in str(error.value) and "Repo id" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("run", "use run/checkpoints/model."),
+        ("run/checkpoints", "use run/checkpoints/model."),
+        ("run/checkpoints/checkpoint_000002", "use run/checkpoints/model."),
+        ("ended_early", "python -m torchrl_grpo.export ended_early writes its model."),
+        ("ended_early/checkpoints/checkpoint_000001", "python -m torchrl_grpo.export"),
+        ("trainer", "use trainer/checkpoint-20."),
+    ],
+)
+def test_a_folder_of_a_run_names_the_model_to_use(
+    name: str, use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in (
+        "run/metrics.jsonl",
+        "run/checkpoints/model/config.json",
+        "run/checkpoints/checkpoint_000002/manifest.json",
+        "ended_early/metrics.jsonl",
+        "ended_early/checkpoints/checkpoint_000001/manifest.json",
+        "trainer/checkpoint-10/config.json",
+        "trainer/checkpoint-20/config.json",
+    ):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
+    with pytest.raises(ValueError) as error:
+        loading.load_config(name)
+    assert f"model.name={name} must be a folder with a whole model" in str(error.value)
+    assert use in str(error.value)
+
+
+def test_a_name_like_one_in_the_cache_is_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--Qwen--Qwen2.5-0.5B-Instruct").mkdir()
+    for name, close in {
+        "Qwen/Qwen2.5-0.5B-Instrct": "Qwen/Qwen2.5-0.5B-Instruct",
+        "starer": "starter",
+    }.items():
+        with pytest.raises(ValueError, match=rf"did you mean {close}\?"):
+            loading.load_config(name)
+
+
+def test_a_hub_out_of_reach_is_asked_once_and_then_only_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A port of this machine that nobody listens to stands in for a machine without a network."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    hub.unreachable.cache_clear()
+    snapshot = tmp_path / "models--org--cached" / "snapshots" / "abc"
+    make_tiny_model().save_pretrained(snapshot)
+    (tmp_path / "models--org--cached" / "refs").mkdir()
+    (tmp_path / "models--org--cached" / "refs" / "main").write_text("abc")
+    assert loading.load_config("org/cached").vocab_size == 261
+    with pytest.raises(ValueError, match=r"org/other .*not in the cache, and .* cannot be reached"):
+        loading.load_config("org/other")
+    with pytest.raises(ValueError, match=r"env\.dataset=org/data .*cannot be reached"):
+        DatasetTask("org/data").problems("train")
+    [line] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert f"127.0.0.1:{port} cannot be reached (Connection refused)" in line.getMessage()
+    assert constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
+    hub.unreachable.cache_clear()
+
+
+def test_a_hub_that_answers_or_refuses_its_certificate_is_in_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def answer(error: Exception | None) -> str | None:
+        def open_url(*_: object, **__: object) -> object:
+            if error is not None:
+                raise error
+            return nullcontext()
+
+        monkeypatch.setattr("urllib.request.urlopen", open_url)
+        hub.unreachable.cache_clear()
+        return hub.unreachable()
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    certificate = urllib.error.URLError(ssl.SSLCertVerificationError("self-signed"))
+    status = urllib.error.HTTPError("url", 503, "busy", {}, None)  # type: ignore[arg-type]
+    assert [answer(error) for error in (None, certificate, status)] == [None] * 3
+    assert "cannot be reached (timed out)" in (answer(TimeoutError("timed out")) or "")
+    hub.unreachable.cache_clear()
 
 
 def test_further_arguments_change_the_model_on_every_rank(tmp_path: Path) -> None:

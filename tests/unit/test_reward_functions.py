@@ -169,8 +169,8 @@ def test_a_result_becomes_parts(result: Any, expected: dict[str, float | None]) 
         ([1.0], "is of type list"),
         ({"a": 1.0, "b": {}}, "reward f/b must be .* type dict"),
         (None, r"one of the rewards \['f'\] must be a number .*: return 0\.0 where"),
-        ({"correct": True}, r"none of \['f/correct'\] did"),
-        ({}, r"none of \[\] did"),
+        ({"correct": True}, r"one of the rewards \['f/correct'\] must be a number"),
+        ({}, r"one of the rewards \[\] must be a number"),
     ],
 )
 def test_what_is_no_reward_is_an_error_that_names_the_function(result: Any, message: str) -> None:

@@ -9,12 +9,16 @@ from typing import Any
 EXTRAS = {
     "agent": "torchrl_grpo.integrations.agents:with_agent",  # env.agent
     "alarms": "torchrl_grpo.extras.report.alarms:Alarms",  # of each step
+    "check_hub": "torchrl_grpo.extras.hints.hub:check_hub",  # before a download
     "check_launcher": "torchrl_grpo.extras.hints.words:check_launcher",
+    "check_model_name": "torchrl_grpo.extras.hints.models:check_model_name",
+    "check_models": "torchrl_grpo.extras.hints.models:check_models",  # before torch is imported
     "check_served_teacher": "torchrl_grpo.integrations.served_teacher:ServedTeacher.check",
     "check_service": "torchrl_grpo.extras.trackers.services:check_service",  # logging.wandb.mode=online, for example
     "dashboard": "torchrl_grpo.extras.view.start:page_beside",  # logging.page=true
     "dry_run": "torchrl_grpo.extras.doctor.doctor:examine",  # dry_run=true
     "explain_arguments": "torchrl_grpo.extras.hints.arguments:explain_arguments",  # of a reward
+    "explain_model_error": "torchrl_grpo.extras.hints.models:explain_model_error",
     "explain_words": "torchrl_grpo.extras.hints.words:explain_words",  # in the error for a command line
     "history_transforms": "torchrl_grpo.integrations.history:HistoryTransforms",  # env.transforms
     "ifeval_task": "torchrl_grpo.integrations.graders.ifeval_task:IFEvalTask",

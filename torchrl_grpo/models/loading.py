@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,8 +11,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -33,6 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchrl_grpo.chat.template import render_chat
 from torchrl_grpo.checks import STARTERS, check_argument
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.images.families import FAMILIES, family_of, vision_parameters
 from torchrl_grpo.models.memory import Shape, shape_of_config, vision_shape
@@ -69,54 +67,6 @@ def resolve_name(name: str) -> str:
     if revision and not Path(name).exists():
         return snapshot_download(hub_name, revision=revision, ignore_patterns=_PICKLES)
     return str(starter_path(name)) if name in STARTERS else name
-
-
-def _unreachable(name: str, what: str, error: Exception) -> ValueError:
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    folder = Path(name)
-    is_local = not folder.exists() and folder.parent.is_dir()
-    names = [path.name for path in folder.parent.iterdir()] if is_local else []
-    close = difflib.get_close_matches(folder.name, names, 1)
-    if close or (is_local and "/" in name):
-        hint = f"did you mean {folder.parent / close[0]}?" if close else "check the path."
-        return ValueError(
-            f"model.name={name} must be a folder with a model, but there is no such folder: "
-            f"{hint} Nor could its {what} be loaded from the Hugging Face hub ({first_line})."
-        )
-    return ValueError(
-        f"model.name={name} must be a folder or a model on the Hugging Face hub that can be "
-        f"reached, but its {what} could not be loaded ({first_line}): check the name, the files, "
-        f"the network and HF_HUB_OFFLINE, log in for a gated model, or use model.name={STARTER}, "
-        "which is shipped with the package."
-    )
-
-
-def _check_name(name: str) -> None:
-    """Refuse a path without a folder, where the hub would only complain about characters."""
-    path = Path(name)
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").exists():
-        raise ValueError(
-            f"model.name={name} must be a whole model, but has only adapters: write the whole "
-            "one, as python -m torchrl_grpo.export does of a run, or merge_and_unload of peft."
-        )
-    if path.is_dir():
-        return
-    if path.exists():
-        wrong = "it is a file"
-    else:
-        try:
-            validate_repo_id(name.partition("@")[0])
-            return
-        except HFValidationError:
-            parent = next(parent for parent in path.absolute().parents if parent.exists())
-            wrong = f"{parent} has no such folder"
-            if name.startswith("~"):
-                wrong = "a shell does not expand ~ after a ="
-    raise ValueError(
-        f"model.name={name} must be a folder with a model, or a name on the Hugging Face hub such "
-        f"as OWNER/NAME, but {wrong}: check the path, or use model.name={STARTER}, which is "
-        "shipped with the package."
-    )
 
 
 _ARGUMENTS = ("disable_mmap", "experts_implementation", "key_mapping", "variant")
@@ -160,7 +110,7 @@ def load_config(
         ValueError: there is no such model, it cannot be reached, or it is not a causal language
             model.
     """
-    _check_name(name)
+    load_extra("check_model_name")(name)
     try:
         config, _ = AutoConfig.from_pretrained(
             resolve_name(name),
@@ -169,7 +119,7 @@ def load_config(
             **(arguments or {}),
         )
     except (OSError, ValueError) as error:
-        raise _unreachable(name, "config", error) from error
+        raise ValueError(load_extra("explain_model_error")(name, "config", error)) from error
     auto_map = getattr(config, "auto_map", None) or {}
     is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or family_of(config) is not None
     if not is_known and "AutoModelForCausalLM" not in auto_map:
@@ -226,7 +176,7 @@ def load_tokenizer(
             resolve_name(name), trust_remote_code=trust_remote_code, mistral_format=False
         )
     except (OSError, ValueError) as error:
-        raise _unreachable(name, "tokenizer", error) from error
+        raise ValueError(load_extra("explain_model_error")(name, "tokenizer", error)) from error
     return prepare_tokenizer(tokenizer, name, chat_template)
 
 
@@ -371,7 +321,7 @@ def load_model(
             **arguments,
         )
     except (OSError, ValueError, SafetensorError) as error:
-        raise _unreachable(name, "weights", error) from error
+        raise ValueError(load_extra("explain_model_error")(name, "weights", error)) from error
     model = model.to(device).eval()
     if family_of(config) is not None:
         # transformers reads the first, and some other programs that load an export the second.

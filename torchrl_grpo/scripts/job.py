@@ -198,6 +198,7 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
     startup.begin()
     task = None
     if not config.dry_run:  # which reports it among its checks
+        load_extra("check_models")(config)
         startup.say("reading data")
         from torchrl_grpo.assembly.tasks import read_task
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from torchrl_grpo import checks
 from torchrl_grpo.checks import REASONING_GYM
+from torchrl_grpo.host.extras import load_extra
 
 _SHARD = re.compile(r"[-_.]\d+-of-\d+$")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -184,10 +185,11 @@ class Hub:
             UnknownSplitError: there is no such split.
             ValueError: the data cannot be read.
         """
-        from datasets import load_dataset
-
-        options = {} if self.revision is None else {"revision": self.revision}
         try:
+            load_extra("check_hub")(self.name, "dataset")
+            from datasets import load_dataset
+
+            options = {} if self.revision is None else {"revision": self.revision}
             data = load_dataset(*filter(None, (self.name, self.config)), split=split, **options)
         except Exception as error:  # no network, not in the cache, a broken download: any type
             reason = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from torchrl_grpo.host.extras import load_extra
 
 _lock = threading.Lock()
 _loaded: dict[tuple[str, str], tuple[Any, Any]] = {}
@@ -53,6 +56,8 @@ def _load(model: str, device: str) -> tuple[Any, Any]:
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
             from transformers.utils import logging as transformers_logging
 
+            if not Path(model).exists():
+                load_extra("check_hub")(model, "model")
             transformers_logging.disable_progress_bar()  # a reward worker shares the run's terminal
             classifier = AutoModelForSequenceClassification.from_pretrained(
                 model, use_safetensors=True

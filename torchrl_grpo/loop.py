@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from torchrl_grpo.host.interrupts import shielded
+from torchrl_grpo.host.interrupts import delivered, shielded
 
 if TYPE_CHECKING:
     from torchrl_grpo.learner import Learner
@@ -198,31 +198,32 @@ def fit(
     try:
         while schedule.left(step) and schedule.leaves_time_for(longest_s):
             step += 1
-            start = time.perf_counter()
-            notify.stage("wait", step, f"sample and score the batch of step {step}")
-            groups = rollouts.next_batch()
-            notify.taken()
-            metrics = {"time/wait_s": time.perf_counter() - start} | rollouts.metrics()
-            notify.stage("train", step, f"train step {step}")
-            with shielded(_LONGEST_SHIELD_S):
-                metrics |= learner.train_groups(*groups)
-                notify.trained(metrics)
-            if step == first + 1 and schedule.on_policy:
-                _check_on_policy(metrics)
-            refresh = schedule.refreshes(step)
-            metrics |= _publish(learner, rollouts, schedule, notify, step, refresh=refresh)
-            metrics["time/step_s"] = time.perf_counter() - start
-            metrics["throughput/trained_tokens_per_s"] = (
-                metrics["rollout/tokens"] / metrics["time/step_s"]
-            )
-            is_last = step == schedule.num_batches
-            if is_last or schedule.evaluates(step):
-                metrics |= _evaluate(rollouts, notify, step, sampled=is_last)
-            notify.stage("save", step, f"write the outputs of step {step}")
-            with shielded():
-                notify.stepped(step, metrics)
-            longest_s = max(longest_s, time.perf_counter() - start)
-            notify.checked(step)
+            with delivered():
+                start = time.perf_counter()
+                notify.stage("wait", step, f"sample and score the batch of step {step}")
+                groups = rollouts.next_batch()
+                notify.taken()
+                metrics = {"time/wait_s": time.perf_counter() - start} | rollouts.metrics()
+                notify.stage("train", step, f"train step {step}")
+                with shielded(_LONGEST_SHIELD_S):
+                    metrics |= learner.train_groups(*groups)
+                    notify.trained(metrics)
+                if step == first + 1 and schedule.on_policy:
+                    _check_on_policy(metrics)
+                refresh = schedule.refreshes(step)
+                metrics |= _publish(learner, rollouts, schedule, notify, step, refresh=refresh)
+                metrics["time/step_s"] = time.perf_counter() - start
+                metrics["throughput/trained_tokens_per_s"] = (
+                    metrics["rollout/tokens"] / metrics["time/step_s"]
+                )
+                is_last = step == schedule.num_batches
+                if is_last or schedule.evaluates(step):
+                    metrics |= _evaluate(rollouts, notify, step, sampled=is_last)
+                notify.stage("save", step, f"write the outputs of step {step}")
+                with shielded():
+                    notify.stepped(step, metrics)
+                longest_s = max(longest_s, time.perf_counter() - start)
+                notify.checked(step)
     except BaseException:
         notify.interrupted()
         raise

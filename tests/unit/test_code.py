@@ -175,6 +175,7 @@ call = 250 if os.uname().machine == "x86_64" else 219  # keyctl
 ctypes.CDLL(None, use_errno=True).syscall(call, 0, -3, 1)  # the session's keyring, which children inherit
 print("there" if ctypes.get_errno() != 1 else "")
 """,
+    "a lower priority": "import os\nprint(os.nice(19))",
     "another's limits": "import resource\nprint(resource.prlimit(1, resource.RLIMIT_AS, (10**6, 10**6)))",
     "the kernel's settings": "print(open('/proc/sys/kernel/core_pattern').read())",
 }

@@ -4,6 +4,9 @@ judged is invalid.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.integrations.graders import code as rewards
 from torchrl_grpo.reward_pool import Failure
-from torchrl_grpo.sandbox import isolation
+from torchrl_grpo.sandbox import Limits, isolation
 
 code = partial(rewards.code, sandbox="auto")
 DOUBLE = {"inputs": ["3\n"], "outputs": ["6\n"]}
@@ -107,6 +110,14 @@ def test_what_the_graders_take_is_right(name: str) -> None:
     )
 
 
+BUSY = """\
+import time
+while True:
+    start = time.process_time()
+    while time.process_time() - start < 0.002:
+        pass
+    time.sleep(0.04)
+"""
 WRONG: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "a set for a list": ("def add(a, b):\n    return {a, b}", ADD | {"outputs": [[1, 2]]}, {}),
     "nothing, which an import would hide": ("", ADD, {}),
@@ -130,6 +141,11 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any]]] = {
         "import os\nfor n in range(3, 10):\n    try: os.write(n, b'7\\n')\n    except OSError: pass", ADD, {},
     ),
     "memory": ("x = bytearray(10**9)\nprint(6)", DOUBLE, {}),
+    "waits, but for a few percent": (BUSY, DOUBLE, {"seconds": 0.2}),
+    "waits, while its children fill the machine": (
+        f"import os\nfor _ in range(8):\n    if os.fork() == 0:\n        while True: pass\n{BUSY}",
+        DOUBLE, {"seconds": 0.2},
+    ),
     "an exception after the output": ("print(6)\n1 / 0", DOUBLE, {}),
     "an invented package": ("import nothing_like_it\nprint(6)", DOUBLE, {}),
     "endless": ("while True: pass", DOUBLE, {"seconds": 0.5}),
@@ -153,14 +169,6 @@ def test_what_is_the_program_s_own_fault_is_wrong(name: str) -> None:
     assert code(f"```python\n{program}\n```", answer, **more) == 0.0
 
 
-BUSY = """\
-import time
-while True:
-    start = time.process_time()
-    while time.process_time() - start < 0.002:
-        pass
-    time.sleep(0.04)
-"""
 INVALID = {
     "import": ("import numpy as np\nprint(6)", DOUBLE, {}),
     "import in a call": (
@@ -169,11 +177,6 @@ INVALID = {
         {},
     ),
     "import at once": ("import numpy\ndef add(a, b):\n    return a + b", ADD, {}),
-    "timeout": (
-        BUSY,
-        DOUBLE,
-        {"seconds": 0.2},
-    ),  # runnable most of the time, and makes no progress
     "crash": (
         "import os\nos.kill(os.getpid(), 9)",
         DOUBLE,
@@ -188,6 +191,33 @@ def test_what_could_not_be_judged_is_invalid_with_its_cause(name: str) -> None:
     with pytest.raises(InvalidRewardError) as raised:
         code(f"```python\n{program}\n```", answer, **more)
     assert Failure.of(raised.value).cause == name.split()[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and affinities")
+def test_a_machine_without_time_for_a_program_makes_it_invalid() -> None:
+    """A program that computes is starved. One that waits is not: it would wait on any machine."""
+    cpus = os.sched_getaffinity(0)
+    ends = []
+    others: list[subprocess.Popen[bytes]] = []
+    os.sched_setaffinity(0, {min(cpus)})
+    try:
+        for program in ("while True: pass", "import time\ntime.sleep(1000)"):
+            with rewards.judging(Limits(seconds=0.2), source=program) as run_test:
+                others = [  # the kernel divides the time among sessions
+                    subprocess.Popen(["sh", "-c", "while :; do :; done"], start_new_session=True)
+                    for _ in range(30)
+                ]
+                ends.append(run_test("3\n")["end"])
+                while others:
+                    others[-1].kill()
+                    others.pop().wait()
+    finally:
+        os.sched_setaffinity(0, cpus)
+        for other in others:
+            other.kill()
+            other.wait()
+    assert ends == ["starved", "time"]
 
 
 def test_a_program_may_do_without_a_package() -> None:

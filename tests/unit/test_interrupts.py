@@ -69,6 +69,91 @@ def send_at(run_: Run, moment: str, number: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(holder, name, with_signal)
 
 
+USER = """
+import os, time
+from torchrl.envs.transforms import Transform
+from torchrl_grpo.tasks.base import Problem, Score, Task
+
+def signaled():
+    os.kill(os.getpid(), NUMBER)
+    time.sleep(600)
+
+def caught():
+    try:
+        signaled()
+    except:
+        pass
+
+def reward(response, answer):
+    signaled()
+
+def catching_reward(response, answer):
+    caught()
+    return 0.0
+
+class MyTask(Task):
+    name = "mine"
+    def problems(self, split):
+        return [Problem(str(i), "") for i in (range(9, 12) if split == "test" else range(9))]
+    def score(self, problem, responses):
+        signaled()
+
+class CatchingTask(MyTask):
+    def advance(self, dialogs, timeout_s=None):
+        caught()
+        return super().advance(dialogs, timeout_s)
+    def score(self, problem, responses):
+        return Score(0.0, False)
+
+class CatchingTransform(Transform):
+    def _step(self, tensordict, next_tensordict):
+        caught()
+        return next_tensordict
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "option"),
+    [
+        (signal.SIGTERM, "env.reward={}:reward"),
+        (signal.SIGHUP, "env.reward={}:catching_reward"),
+        (signal.SIGTERM, "env.transforms=[{{_target_: '{}:CatchingTransform'}}]"),
+        *(
+            pytest.param(signal.SIGTERM, option, marks=pytest.mark.nightly)
+            for option in (
+                "env.task._target_={}:MyTask",
+                "env.task._target_={}:CatchingTask",
+            )
+        ),
+    ],
+)
+def test_a_signal_in_a_users_code_ends_the_run(number: int, option: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(USER.replace("NUMBER", str(int(number))))
+    start = time.monotonic()
+    with pytest.raises(SystemExit) as ended, orderly_exit():
+        config = compose_config(*SMALL, steps(9), "evaluation.num_prompts=0", option.format(file))
+        with closing(build(config, tmp_path / "run")) as training_run:
+            training_run.fit()
+    assert ended.value.code == 128 + number
+    assert time.monotonic() - start < 300
+    steps_done = max(row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    # Between a transform and the end of its step nothing looks for a signal that it has caught.
+    assert steps_done == ("Transform" in option)
+
+
+def test_nohup_keeps_its_effect() -> None:
+    code = """
+import os, signal
+from torchrl_grpo.host.interrupts import watched
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with watched():
+    os.kill(os.getpid(), signal.SIGHUP)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
 MOMENTS = ["wait for a batch", "play", "step", "end of a step", "weight sync"]
 MOMENTS += ["evaluation", "log", "samples", "save", "export"]
 EVERY_RUN = ("play", "weight sync", "save")

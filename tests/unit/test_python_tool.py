@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +90,51 @@ def test_code_that_ends_its_process_is_told(session: Session) -> None:
     with pytest.raises(RuntimeError, match="Python has ended; what it had computed is lost"):
         session.run("import os; os._exit(0)")
     assert session.run("6 * 7") == "42"
+
+
+in_namespaces = pytest.mark.skipif(isolation() != "namespaces", reason="needs namespaces")
+
+
+def is_running(pid: bytes) -> bool:
+    try:
+        status = Path(f"/proc/{int(pid)}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+@in_namespaces
+def test_nothing_of_it_is_left_on_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with closing(Session()) as session:
+        flood = "import os\nfor _ in range(100): os.write(2, b'x' * 2**20)\n'written'"
+        assert session.run(flood) == "'written'"
+        assert list(tmp_path.iterdir()) == []  # so nothing stays if this process is killed
+
+
+@in_namespaces
+def test_it_ends_with_the_process_that_started_it() -> None:
+    """Even if that process is killed, but not with the thread that asked for it."""
+    code = """
+import os, threading
+from torchrl_grpo.host.processes import descendants
+from torchrl_grpo.sandbox.session import Session
+session = Session()
+asking = threading.Thread(target=session.run, args=("x = 1",))
+asking.start()
+asking.join()
+print(session.run("x"), *descendants(os.getpid()), flush=True)
+session.run("while True: pass")
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        value, *pids = process.stdout.readline().split()
+        process.kill()
+    assert value == b"1" and len(pids) >= 2
+    deadline = time.monotonic() + 30
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [pid for pid in pids if is_running(pid)] == []
 
 
 def test_long_output_is_cut(session: Session) -> None:

@@ -502,8 +502,8 @@ def orderly_exit() -> Iterator[None]:
     """Turn errors and signals into messages and exit statuses.
 
     A mistake in the config exits with 2, a ``RunLostError`` or a full disk with 1, each with a
-    message on stderr and no traceback. SIGTERM (143), Ctrl-C (130) and a stalled run (75) exit
-    after the run is saved. A run whose output is a closed pipe continues.
+    message on stderr and no traceback. SIGTERM (143), SIGHUP (129), Ctrl-C (130) and a stalled run
+    (75) exit after the run is saved. A run whose output has no reader continues.
     """
     interrupts.ignore_broken_pipes()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise ``hydra.main`` prints its errors itself
@@ -519,13 +519,11 @@ def orderly_exit() -> Iterator[None]:
         except RunLostError as error:
             sys.stderr.write(f"\nerror: {printable_lines(str(error))}\n")
             sys.exit(interrupts.status() if _stalled() else 1)
-        except (SystemExit, KeyboardInterrupt) as error:
-            status = interrupts.status()
-            if isinstance(error, KeyboardInterrupt):
+        except KeyboardInterrupt:
+            status = interrupts.status() or 130
+            if status == 130:
                 sys.stderr.write("\ninterrupted\n")
-                sys.exit(130)
-            # Ray replaces the status of an exit that happens while it waits.
-            sys.exit(error.code if status is None else status)
+            sys.exit(status)
         except OSError as error:
             if not is_full(error):
                 raise

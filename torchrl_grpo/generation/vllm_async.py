@@ -305,6 +305,8 @@ class AsyncVLLMEngine(VLLMBase):
                     )
                     if self._loop is not None:
                         self._loop.call_soon_threadsafe(self._finish, reason)
+                    if not isinstance(error, Exception):
+                        raise
                     raise EngineDeadError(reason) from error
                 self._call(self._set_version(version))
             finally:

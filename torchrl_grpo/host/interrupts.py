@@ -1,6 +1,10 @@
-"""SIGTERM and SIGINT: the first signal ends a run gracefully, after work that must not be
-interrupted; a second one ends the process at once. Also closed pipes: a run continues without its
-output.
+"""SIGTERM, SIGINT and SIGHUP: the first signal ends a run gracefully, after work that must not be
+interrupted; a second one ends the process at once. Also lost standard streams: a run continues
+without its output.
+
+Each signal raises ``KeyboardInterrupt``, which no code that isolates a user's functions catches,
+unlike ``SystemExit``, which such a function may raise. What a function swallows itself is raised
+again after it (``delivered``).
 
 Python calls signal handlers in the main thread, between any two of its instructions. Only that
 thread may use this module. Saving, and writing the lines of one step to ``metrics.jsonl`` and
@@ -19,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _signal: int | None = None
 _status: int | None = None
 _watching = 0
@@ -29,17 +33,25 @@ _max_wait_s: float | None = None
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Handle both signals within the context. They raise ``SystemExit(143)`` and
-    ``KeyboardInterrupt``.
+    """Handle the signals within the context, but not a SIGHUP that ``nohup`` ignores.
+
+    Raises:
+        KeyboardInterrupt: there was a SIGINT.
+        SystemExit: there was another one; the status is 128 plus its number.
     """
     global _signal, _status, _watching
     outer = _signal, _status
     _watching += 1
     previous = [(number, signal.getsignal(number)) for number in _SIGNALS]
-    for number in _SIGNALS:
-        signal.signal(number, _handle)
+    for number, handler in previous:
+        if number != signal.SIGHUP or handler != signal.SIG_IGN:
+            signal.signal(number, _handle)
     try:
         yield
+    except KeyboardInterrupt:
+        if _signal in (None, signal.SIGINT):
+            raise
+        sys.exit(status())
     finally:
         _signal, _status = outer
         _watching -= 1
@@ -97,6 +109,15 @@ def end_with(status: int) -> None:
 
 
 @contextmanager
+def delivered() -> Iterator[None]:
+    """Context of a user's code, which may catch anything: a signal is raised again at its end."""
+    signaled_before = _signal is not None
+    yield
+    if _depth == 0 and _signal is not None and not signaled_before:
+        raise KeyboardInterrupt
+
+
+@contextmanager
 def shielded(max_wait_s: float | None = None) -> Iterator[None]:
     """Context that delays the first signal until the block ends.
 
@@ -105,17 +126,15 @@ def shielded(max_wait_s: float | None = None) -> Iterator[None]:
             None waits as long as it takes.
     """
     global _depth, _max_wait_s
-    _depth += 1
-    _max_wait_s = max_wait_s if _depth == 1 else _max_wait_s
-    signaled_before = _signal is not None
-    try:
-        yield
-    finally:
-        _depth -= 1
-        if _depth == 0:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    if _depth == 0 and _signal is not None and not signaled_before:
-        _raise(_signal)
+    with delivered():
+        _depth += 1
+        _max_wait_s = max_wait_s if _depth == 1 else _max_wait_s
+        try:
+            yield
+        finally:
+            _depth -= 1
+            if _depth == 0:
+                signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _handle(number: int, _: Any) -> None:
@@ -124,16 +143,10 @@ def _handle(number: int, _: Any) -> None:
         os._exit(128 + number)
     _signal = number
     if _depth == 0:
-        _raise(number)
+        raise KeyboardInterrupt
     if _max_wait_s is not None:
-        signal.signal(signal.SIGALRM, lambda *_: _raise(number))
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, _max_wait_s)
     # Not sys.stderr, which raises if the signal arrives while it is being written to.
     with suppress(OSError):
         os.write(2, b"\nending after this step; the same signal again ends at once\n")
-
-
-def _raise(number: int) -> None:
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    sys.exit(128 + number)

@@ -87,10 +87,9 @@ def advance(
     task: Task, dialogs: Sequence[Dialog], timeout_s: float | None = None
 ) -> list[Turn | Failure]:
     """Return the turn of ``task.advance`` for each dialog, with finite rewards, or its failure."""
-    try:
-        turns = task.advance(dialogs, timeout_s)
-    except Exception as error:  # a user's task may override advance
-        turns = [error] * len(dialogs)
+    turns = attempt(lambda dialogs: task.advance(dialogs, timeout_s), dialogs)  # may be a user's
+    if isinstance(turns, Exception):
+        turns = [turns] * len(dialogs)
     return [_checked(turn, task) for turn in turns]
 
 

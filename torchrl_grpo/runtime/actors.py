@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -39,6 +40,8 @@ class Actor:
     def setup(self, *arguments: Any) -> int:
         """Make the part, with arguments for the factory. Return the process id."""
         enable_stack_dump()
+        # Ray's handler raises SystemExit, which a user's function may swallow.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         atexit.register(leave)  # where Ray ends before it has killed the actor
         self._part = self._factory(*arguments)
         return os.getpid()

@@ -109,7 +109,7 @@ class RayLearner:
         steps = [_call(rank, "train_fetched", *groups) for rank in self._ranks]
         try:
             [metrics, *_] = self._ask("train a batch", steps)
-        except (KeyboardInterrupt, SystemExit):
+        except KeyboardInterrupt:
             torchrl_logger.warning("The ranks finish their step first, so the run can be saved.")
             self._ask("train a batch", steps)
             self._trained()

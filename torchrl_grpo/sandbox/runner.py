@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -55,7 +56,7 @@ mount -o remount,bind,ro,nosuid,nodev {root}/program
 mount -o remount,bind,ro,nosuid,nodev {root}
 mount -t tmpfs -o size={size},nr_inodes=4096,mode=1777 tmpfs {root}/tmp
 unset PWD OLDPWD
-set -- setpriv {identity} --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
+set -- setpriv {identity} --pdeathsig=KILL --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
 exec chroot {root} "$@"
 """
 """Shell script for a separate file system in which nothing can be mounted and from which no other
@@ -135,6 +136,9 @@ class EndedError(RuntimeError):
 class Process:
     """A program that answers each line with a line.
 
+    Attributes:
+        pid: its process id.
+
     Args:
         process: process with pipes.
         limits: limits, of which ``output`` applies to each answer.
@@ -142,6 +146,7 @@ class Process:
 
     def __init__(self, process: subprocess.Popen[bytes], limits: Limits) -> None:
         assert process.stdin and process.stdout
+        self.pid = process.pid
         self._stdin = process.stdin.fileno()
         self._stdout = process.stdout.fileno()
         self._max_bytes = 8 * limits.output
@@ -195,6 +200,12 @@ class Process:
             return b""
 
 
+@cache
+def _starter(pid: int) -> ThreadPoolExecutor:
+    """Return this process's thread that starts sandboxes, which the kernel ends with it."""
+    return ThreadPoolExecutor(1, "sandboxes")
+
+
 @contextmanager
 def start_program(
     program: str, limits: Limits, isolated: Isolation, cpu_s: float = 3600.0
@@ -218,12 +229,14 @@ def start_program(
             path.mkdir()
         (source / "program.py").write_text(program, encoding="utf-8", errors="replace")
         shutil.copyfile(_HERE / "start.py", source / "start.py")
-        with open(folder / "errors", "w+b") as errors:
-            process = subprocess.Popen(
+        process = (
+            _starter(os.getpid())
+            .submit(
+                subprocess.Popen,
                 _command(folder, limits, isolated, cpu_s),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=errors,
+                stderr=subprocess.PIPE,  # until the sandbox exists
                 bufsize=0,  # so that nothing is left to write when it is closed
                 cwd=folder / "tmp",
                 env={
@@ -233,24 +246,29 @@ def start_program(
                 },
                 start_new_session=True,
             )
+            .result()
+        )
+        assert process.stderr
+        try:
+            answering = Process(process, limits)
             try:
-                answering = Process(process, limits)
-                try:
-                    answering.line(START_S)
-                except (EndedError, TimeoutError) as error:
-                    errors.seek(0)
-                    reason = errors.read(2000).decode(errors="replace").strip() or error
-                    raise OSError(
-                        f"the sandbox of a program could not be created: {reason}"
-                    ) from error
-                yield answering
-            finally:
-                with suppress(ProcessLookupError):  # a PID namespace ends with its first process
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                for stream in (process.stdin, process.stdout):
-                    with suppress(OSError):
-                        stream.close()  # type: ignore[union-attr]
+                answering.line(START_S)
+            except (EndedError, TimeoutError) as error:
+                os.set_blocking(process.stderr.fileno(), False)
+                reason = (process.stderr.read(2000) or b"").decode(errors="replace").strip()
+                raise OSError(
+                    f"the sandbox of a program could not be created: {reason or error}"
+                ) from error
+            if isolated == "namespaces":  # nothing is left if this process is killed
+                shutil.rmtree(folder, ignore_errors=True)
+            yield answering
+        finally:
+            with suppress(ProcessLookupError):  # a PID namespace ends with its first process
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                with suppress(OSError):
+                    stream.close()  # type: ignore[union-attr]
 
 
 def _command(folder: Path, limits: Limits, isolated: Isolation, cpu_s: float) -> list[str]:
@@ -292,7 +310,19 @@ def _command(folder: Path, limits: Limits, isolated: Isolation, cpu_s: float) ->
         places=shlex.join(_places(python)),
         identity=identity,
     )
-    return ["unshare", *own_user, *_NAMESPACES, "sh", "-c", script, "sh", *command]
+    # The sandbox ends with this process, even by SIGKILL.
+    return [
+        "setpriv",
+        "--pdeathsig=KILL",
+        "unshare",
+        *own_user,
+        *_NAMESPACES,
+        "sh",
+        "-c",
+        script,
+        "sh",
+        *command,
+    ]
 
 
 def _places(python: str) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
+from torchrl_grpo.host.interrupts import delivered
 from torchrl_grpo.images import ImageFile, place_images
 from torchrl_grpo.rewards.spec import PartWeights
 
@@ -183,10 +184,11 @@ def harmless(error: BaseException) -> Exception:
 
 def attempt(function: Callable[[A], T], argument: A) -> T | Exception:
     """Call a function; return its result, or its exception after ``harmless``."""
-    try:
-        return function(argument)
-    except (Exception, SystemExit, GeneratorExit, CancelledError) as error:
-        return harmless(error)
+    with delivered():
+        try:
+            return function(argument)
+        except (Exception, SystemExit, GeneratorExit, CancelledError) as error:
+            return harmless(error)
 
 
 def answers(task: Task, dialogs: Sequence[Dialog]) -> list[Turn | Exception]:

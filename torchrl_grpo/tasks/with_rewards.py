@@ -10,6 +10,7 @@ from typing import Any
 
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.host.event_loop import event_loop
+from torchrl_grpo.host.interrupts import delivered
 from torchrl_grpo.images import ImageFile
 from torchrl_grpo.rewards.forms import RewardFunction
 from torchrl_grpo.rewards.functions import load_function
@@ -112,21 +113,22 @@ class Rewards:
         """
         future: Future[Score] = Future()
         results: list[Any] = []
-        try:
-            columns = _with_images(dialog.problem.extra) if dialog.problem.images else None
-            for function in self.functions:
-                arguments = _arguments(dialog, self.prompt_column)
-                results.append(function.call(arguments, columns or dialog.problem.extra))
-            if any(map(inspect.isawaitable, results)):
-                return asyncio.run_coroutine_threadsafe(
-                    self._wait(results, timeout_s), event_loop()
-                )
-            future.set_result(self._score(results))
-        except (Exception, SystemExit) as error:
-            for result in results:
-                if inspect.iscoroutine(result):
-                    result.close()
-            future.set_exception(harmless(error))
+        with delivered():
+            try:
+                columns = _with_images(dialog.problem.extra) if dialog.problem.images else None
+                for function in self.functions:
+                    arguments = _arguments(dialog, self.prompt_column)
+                    results.append(function.call(arguments, columns or dialog.problem.extra))
+                if any(map(inspect.isawaitable, results)):
+                    return asyncio.run_coroutine_threadsafe(
+                        self._wait(results, timeout_s), event_loop()
+                    )
+                future.set_result(self._score(results))
+            except (Exception, SystemExit) as error:
+                for result in results:
+                    if inspect.iscoroutine(result):
+                        result.close()
+                future.set_exception(harmless(error))
         return future
 
     def score_all(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.host.processes import descendants
 from torchrl_grpo.sandbox import Limits, isolation, require_isolation
 from torchrl_grpo.sandbox.runner import START_S, EndedError, start_program
 
@@ -41,6 +42,10 @@ _INTEGER = re.compile(r"[+-]?\d+")
 _MAX_NUMBER_LENGTH = 5000
 """Maximum length of a word that is compared as a number."""
 _MIN_MIB = 64
+_STARVED = 10
+"""Wall-clock time, as a multiple of the CPU time limit, after which the machine is too slow, not
+the program.
+"""
 
 
 @dataclass(frozen=True)
@@ -270,11 +275,58 @@ def judging(limits: Limits, **program: Any) -> Iterator[Callable[[Any], dict[str
     longest = START_S + 20 * limits.seconds
     source = Path(__file__).with_name("code_runner.py").read_text(encoding="utf-8")
     with start_program(source, limits, isolation()) as process:
+
+        def run(test: Any) -> dict[str, Any]:
+            before = _times(process.pid)
+            end: dict[str, Any] = process.ask(test, longest)
+            while end["end"] == "late":
+                late = _whose_fault(before, _times(process.pid), end["wall_s"], limits.seconds)
+                end = process.ask(late, longest)
+            return end
+
         try:
             process.ask(program | {"seconds": limits.seconds, "output": limits.output}, longest)
-            yield lambda test: process.ask(test, longest)
+            yield run
         except (EndedError, TimeoutError) as error:
             raise OSError(f"the sandbox of a program died: {error}") from error
+
+
+def _times(pid: int) -> dict[str, tuple[float, float]]:
+    """Return the seconds that each thread below a process has run and has waited for a CPU."""
+    times = {}
+    for process in descendants(pid):
+        for path in Path(f"/proc/{process}/task").glob("*/schedstat"):
+            with suppress(OSError, ValueError):  # it has ended
+                run, waited, _ = map(int, path.read_text().split())
+                times[path.parent.name] = run / 1e9, waited / 1e9
+    return times
+
+
+def _whose_fault(
+    before: Mapping[str, tuple[float, float]],
+    now: Mapping[str, tuple[float, float]],
+    wall_s: float,
+    seconds: float,
+) -> str:
+    """Return why a program that has run for this long must end: ``time``, ``starved`` if the
+    machine gave it no CPU time, or nothing. Waiting for anything but a CPU is its own fault.
+
+    Args:
+        before: ``_times`` at the start of the test.
+        now: ``_times``; empty where the kernel does not measure them.
+        wall_s: wall-clock time of the test.
+        seconds: time limit.
+    """
+    spent = [
+        (run - before.get(thread, (0, 0))[0], waited - before.get(thread, (0, 0))[1])
+        for thread, (run, waited) in now.items()
+    ]
+    own_s = wall_s / _STARVED
+    if spent:
+        own_s = max(sum(run for run, _ in spent), wall_s - max(waited for _, waited in spent))
+    if own_s > seconds:
+        return "time"
+    return "starved" if wall_s > _STARVED * seconds else ""
 
 
 def _read_answer(line: str) -> dict[str, Any]:
@@ -290,8 +342,8 @@ def _require_judged(end: Mapping[str, Any], error: Any, limits: Limits) -> None:
     """Raise an error if a test's outcome was not caused by the program."""
     if end["end"] == "starved":
         raise InvalidRewardError(
-            f"a program must get {limits.seconds:g} s of CPU time, but on this machine it waited "
-            "ten times as long: use fewer env.reward_workers.",
+            f"a program must get {limits.seconds:g} s of CPU time, but this machine was busy for "
+            f"{_STARVED} times as long: use fewer env.reward_workers.",
             "timeout",
         )
     if end["end"] == "exit" and end["status"] == -signal.SIGKILL:

@@ -1,8 +1,9 @@
 """Program that runs the program of a response on one test after another, each with its own limits.
 
 The package does not import this file. The first line of its standard input describes the program,
-and each further line is a test; each line of its standard output is the outcome of a test. It does
-not know the expected results. The program runs in child processes: one for each test of standard
+and each further line is a test; each line of its standard output is the outcome of a test, or asks
+whether a program that is late must end, which the next line answers. It does not know the expected
+results. The program runs in child processes: one for each test of standard
 input, otherwise one that answers tests until it exits or is killed at a limit. In namespaces this
 process is the first one, which the program cannot kill.
 """
@@ -24,12 +25,6 @@ from typing import Any
 
 _CHUNK = 2**16
 _POLL_S = 0.05
-_IDLE = 0.01
-"""Minimum share of CPU time in wall-clock time; below it, a program is waiting for something."""
-_STARVED = 10
-"""Wall-clock time, as a multiple of the CPU time limit, after which the machine is too slow, not
-the program.
-"""
 _STARS = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools "
     "operator io sys json builtins typing"
@@ -108,6 +103,7 @@ class Program:
         self.names = {} if self.statements else usual_imports()
         self.sources = [f"{stub}\n{source}", stub + source, source] if stub else [source]
         self.child: Child | None = None
+        self.ask: Any = None
 
     def load(self) -> dict[str, Any]:
         """Run the program as a module; return its scope."""
@@ -262,12 +258,12 @@ class Child:
 
         Returns:
             ``end``: ``exit``, ``answer``, or why it must be killed: ``time`` (CPU time, or
-            waiting), ``output``, or ``starved``, which is the machine's fault; and ``output``,
-            ``errors`` and ``status``.
+            waiting), ``output``, or what the answer to a ``late`` was; and ``output``, ``errors``
+            and ``status``.
         """
         printed = {self.stdout: bytearray(), self.stderr: bytearray()}
         start = mark = time.monotonic()
-        start_cpu = mark_cpu = self.cpu()
+        start_cpu = self.cpu()
         seconds = self.program.seconds
         end = ""
         with selectors.DefaultSelector() as selector:
@@ -303,11 +299,9 @@ class Child:
                     end = "exit"
                 elif not exited and cpu - start_cpu > seconds:
                     end = "time"
-                elif not exited and now - mark > seconds:
-                    end = "time" if cpu - mark_cpu < _IDLE * (now - mark) else ""
-                    mark, mark_cpu = now, cpu
-                    if not end and now - start > _STARVED * seconds:
-                        end = "starved"
+                elif not exited and now - start > seconds and now - mark > seconds / 8:
+                    mark = now
+                    end = self.program.ask({"end": "late", "wall_s": now - start})
         output, errors = (bytes(part).decode(errors="replace") for part in printed.values())
         return {
             "end": end,
@@ -358,11 +352,17 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # other signals do not reach the first process
     lines = os.fdopen(0, "rb", closefd=False)
     program = Program(**json.loads(lines.readline()))
-    os.write(1, b"null\n")
-    for line in lines:
-        answer = json.dumps(program.test(json.loads(line))).encode() + b"\n"
-        while answer:
-            answer = answer[os.write(1, answer) :]
+
+    def ask(message: Any) -> Any:
+        data = json.dumps(message).encode() + b"\n"
+        while data:
+            data = data[os.write(1, data) :]
+        return json.loads(lines.readline() or sys.exit())
+
+    program.ask = ask
+    test = ask(None)
+    while True:
+        test = ask(program.test(test))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from torchrl_grpo.integrations.graders.judge import TEMPLATE
+from torchrl_grpo.integrations.graders.judge import TEMPLATE, read_rating
 from torchrl_grpo.tasks.base import Dialog, Problem
 from torchrl_grpo.tasks.with_rewards import Rewards, make_rewards
 
@@ -92,7 +92,7 @@ def rewards_of(judge: Judge, **options: Any) -> Rewards:
 
 
 def test_a_judge_rates_on_its_scale(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = serve(lambda question, number: (200, "It is right.\nScore: 7/10"))
+    judge = serve(lambda question, number: (200, "It is right.\nScore: 7/12"))
     monkeypatch.setenv("MY_KEY", "secret")
     assert (
         rewards_of(judge, scale=[2, 12], api_key_env="MY_KEY", max_tokens=99)(dialog()).reward
@@ -124,6 +124,38 @@ def test_a_reply_without_a_rating_on_the_scale_is_an_error(serve: Any, reply: st
     with pytest.raises(ValueError, match=r"judge judge-7b .*0 to 10"):
         rewards_of(judge)(dialog())
     assert len(judge.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "rating"),
+    [
+        ("Score (0-10): 7", 7),
+        ("**Score (1-5):** 4", 4),
+        ("Score [0-10]: 7", 7),
+        ("score = **7**/10", 7),
+        ("Score: 7 out of 10, because of 3 errors", 7),
+        ('{"score": 7, "max": 10}', 7),
+        ("Score: 7\nThe score 0-10 measures correctness.", 7),
+        ("Score: 7\n2. The next", 7),
+        ("Score: 7\nFinal score: see above", 7),
+        ("Score: .5", 0.5),
+        ("Score: -.5", -0.5),
+        ("Score: \u22123", -3),
+        ("Score: 1e-1", 0.1),
+        ("Score: 7,5", 7.5),
+        ("7,5", 7.5),
+        ("Score 1: 8\nScore 2: 6", None),
+        ("Score: 2\nScore: 7 or 8", None),
+        *((f"Score: {text}", None) for text in ("7-8", "7 to 8", "7–8", "7½", "3 1/2", "7,500")),
+        *((f"Score: {text}", None) for text in ("4/5", "85%", "7x", "<7>", "- 7", "7.5e", "7 8")),
+        ("7/10", None),
+        ("I give 7", None),
+    ],
+)
+def test_the_last_complete_number_after_score_is_the_rating(
+    reply: str, rating: float | None
+) -> None:
+    assert read_rating(reply) == rating
 
 
 @pytest.mark.slow

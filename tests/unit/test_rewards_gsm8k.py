@@ -361,3 +361,21 @@ def test_a_written_fraction_is_read_exactly(numerator: int, denominator: int) ->
     value = canonical_number(f"{numerator}/{denominator}")
     assert value is not None
     assert Fraction(value) == Fraction(numerator, denominator)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so it is 2 2/3", "8/3"),
+        (r"so $\frac{3}{4}$", "0.75"),
+        ("it is 10^3", None),
+        ("it is 1e5", None),
+        ("it is 3½", None),
+        ("it has 100 m2", None),
+        ("it is 5 or 6", None),
+        ("1 2 3", "3"),
+        ("3+4 = 7 apples", "7"),
+    ],
+)
+def test_the_last_number_is_read_as_a_whole(text: str, number: str | None) -> None:
+    assert stated_number(text, last_number=True) == number

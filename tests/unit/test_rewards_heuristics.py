@@ -98,6 +98,9 @@ def test_number_wants_one_in_the_last_line(response: str, reward: float) -> None
         ("9**9**9 = 5", 0.0),
         ("no calculation", 0.0),
         ("", 0.0),
+        ("1/3 + 1/3 = 2/3", 1.0),
+        ("4 * 12 = 96/2", 1.0),
+        ("7 * 8 = 28 * 2, and 2 + 2 = 4", 1.0),
     ],
 )
 def test_operations_is_the_share_of_right_calculations(response: str, reward: float) -> None:

@@ -122,7 +122,9 @@ def test_a_comparison_that_takes_too_long_is_invalid_and_not_wrong(short_limit: 
     "reference",
     [
         "", "the mean is larger", "increasing", "no", "2n + 1 for every n", "3 hours and 15 minutes",
-        r"x \text{ is even}", r"$\frac{3}{4}$ hours $=45$ min", "$x=1$; $y=2$", "$1$\n$2$", "E = ħω(v+1/2), v=0,1,2",
+        r"x \text{ is even}", r"$\frac{3}{4}$ hours $=45$ min", "$x=1$; $y=2$", "$1$\n$2$",
+        r"1;$\frac{11}{20}$", "8;$-2$", r"1, $\sqrt{2}$", r"3 or $\sqrt{2}$",
+        r"5000 pens should be produced for a cost of $\$ 200$.", "E = ħω(v+1/2), v=0,1,2",
     ],
 )  # fmt: skip
 def test_a_reference_that_cannot_be_read_as_a_whole_gives_none(reference: str) -> None:

@@ -53,7 +53,8 @@ _LATEX = (
     (re.compile(r"\b(?:USD|EUR|GBP|INR|Rs\.?|US(?=\$))", re.I), ""),
 )
 _LAST = re.compile(
-    rf"(?:(?<![\w).])[{''.join(_MINUS)}])?[{_CURRENCY}]?(?:[0-9]{{1,40}}/[0-9]{{1,40}}|{_NUMBER.pattern})"
+    rf"(?:(?<![\w).])[{''.join(_MINUS)}])?[{_CURRENCY}]?(?<![\w.^/])"
+    rf"(?:(?:[0-9]{{1,40}} +)?[0-9]{{1,40}}/[0-9]{{1,40}}|{_NUMBER.pattern})"
 )
 
 
@@ -158,14 +159,18 @@ def stated_number(text: str, last_number: bool = False) -> str | None:
         content = text[start + len(marker) :][:_WINDOW].lstrip()
     if marker == _BOXED:
         content = _in_braces(content)
-    content = content[:_WINDOW]
-    for pattern, replacement in _LATEX:
-        content = pattern.sub(replacement, content)
+    content = _without_latex(content[:_WINDOW])
     sentence = _SENTENCE_END.split(content.strip(), maxsplit=1)[0]
     if _UNCLEAR.search(sentence):
         return None
     statement = _ASIDE.split(sentence, maxsplit=1)[0]
     return canonical_number(re.split(r"=|:\s", statement)[-1])
+
+
+def _without_latex(text: str) -> str:
+    for pattern, replacement in _LATEX:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def tagged_answer(text: str) -> tuple[int, str]:
@@ -191,12 +196,14 @@ def _in_braces(text: str) -> str:
 
 def _last_number(text: str) -> str | None:
     end = max(text.rfind(digit) for digit in "0123456789") + 1
-    start = max(end - _WINDOW, 0)
-    last = max(_LAST.finditer(text, start, end), key=lambda match: match.start(), default=None)
-    if last is None or (start and last.start() == start):
-        return None
     line = text[end : end + 40].partition("\n")[0]
-    return canonical_number(last[0] + line)
+    content = _without_latex(text[max(end - _WINDOW, 0) : end] + line)
+    starts = [match.start() for match in _LAST.finditer(content)]
+    if not starts or (end > _WINDOW and starts[-1] == 0):
+        return None
+    if re.search(r"[0-9] or \W*$", content[: starts[-1]]):
+        return None
+    return canonical_number(content[starts[-1] :])
 
 
 def gsm8k(response: str, answer: str | int | float, mode: str = "strict") -> bool:

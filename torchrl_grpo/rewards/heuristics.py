@@ -13,7 +13,9 @@ from torchrl_grpo.rewards.expressions import evaluate
 
 _READ = 20_000
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_RESULT = re.compile(r"\s*(-?)[$€£]?([0-9][0-9,]*(?:\.[0-9]+)?)")
+_RESULT = re.compile(
+    r"\s*(-?)[$€£]?([0-9][0-9,]*+(?:\.[0-9]+)?+(?: ?/ ?[0-9]+)?+)(?! ?[-+*×÷−^] ?[0-9(])"
+)
 _CALCULATION = re.compile(r"[0-9+\-*/×÷−()., $€£]*\Z")
 # List markers, currency signs and thousands separators.
 _DECORATION = re.compile(r"^[\s.,]*(?:(?:[-*]|[0-9]+[.)])\s+)?|[$€£]|,(?=[0-9]{3})")

@@ -25,8 +25,21 @@ What the response says about its own rating does not count. Give your reasons in
 that holds only `Score: ` and the number."""
 
 _PLACEHOLDER = re.compile(r"\{(prompt|response|answer|low|high)\}")
-_SCORE = re.compile(r"\bscore\W{0,6}?(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9.]*[0-9])", re.I)
-_NUMBER = re.compile(r"-?[0-9]{1,9}(?:\.[0-9]{1,9})?")
+_NUMBER = r"[-+\u2212\u2013]?(?:[0-9]{1,9}(?:\.[0-9]{1,9}|,[0-9]{1,2})?|\.[0-9]{1,9})(?:e[-+]?[0-9]{1,2})?"
+_SPACE = r"[\s*_`\"'()\[\]{}]{0,6}"
+# Brackets may say the scale: "Score (0-10): 7".
+_LABEL = re.compile(
+    rf"\bscore{_SPACE}(?:\([^()\n]{{1,80}}\)|\[[^\[\]\n]{{1,80}}\])?{_SPACE}[:=\uff1a]{_SPACE}(?=[^\s\w]?\.?[0-9])",
+    re.I,
+)
+_RATING = re.compile(
+    rf"({_NUMBER})[*_`]*(?:\s*(?:/|out of)\s*([0-9]{{1,9}}(?:\.[0-9]+)?))?(.{{0,20}})", re.I
+)
+# What makes the number a part of another one, or of a range or a choice.
+_CONTINUED = re.compile(
+    r"[a-z]|[.,]?[0-9]| *%| *(?:[-+*/^\u2013\u2212\u00d7,;~]|or\b|to\b|and\b)? *[-+]?\.?[0-9]", re.I
+)
+_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", ",": "."})
 _MAX_ANSWER_BYTES = 4 * 2**20  # bytes
 
 # Clients of each event loop, by endpoint, concurrency and key variable.
@@ -58,8 +71,8 @@ async def judge(
         url: URL of the endpoint, such as ``http://localhost:8000/v1``.
         model: name of the judge at the endpoint.
         template: the judge's prompt, with ``{prompt}``, ``{response}``, ``{answer}``, ``{low}`` and
-            ``{high}``. The last ``Score: number`` of its reply is read, or a reply that is only a
-            number.
+            ``{high}``. The last ``Score: number`` of its reply is read, also as ``Score (0-10):
+            7`` or ``Score = 7/10``, or a reply that is only a number.
         scale: lowest and highest rating.
         concurrency: maximum number of concurrent requests of each process.
         retries: further attempts if the endpoint does not answer, is too slow, or is overloaded.
@@ -87,7 +100,7 @@ async def judge(
         "temperature": temperature,
     }
     reply = await _ask(_client(url, concurrency, api_key_env), body, retries, timeout_s)
-    rating = read_rating(reply)
+    rating = read_rating(reply, high)
     if rating is None or not low <= rating <= high:
         raise ValueError(
             f"the reply of the judge {model} must have a rating from {low} to {high} as `Score: "
@@ -97,17 +110,28 @@ async def judge(
     return (rating - low) / (high - low)
 
 
-def read_rating(reply: str) -> float | None:
-    """Return the rating in a judge's reply.
+def read_rating(reply: str, high: float = 10) -> float | None:
+    """Return the rating in a judge's reply; None if there is none, or the last one is only a part
+    of what is written (``7-8``, ``7 or 8``, ``1e5x``).
 
-    >>> read_rating("Score: 2? No. **Score:** 7/10"), read_rating("Score: -1"), read_rating(" 8.5 ")
+    Args:
+        reply: the reply.
+        high: the highest rating, which may follow as in ``7/10``.
+
+    >>> read_rating("Score: 2? No. **Score:** 7/10"), read_rating("Score (0-10): -1"), read_rating(" 8.5 ")
     (7.0, -1.0, 8.5)
-    >>> read_rating("good")
+    >>> read_rating("good"), read_rating("Score: 7-8")
+    (None, None)
     """
-    ratings = _SCORE.findall(reply)
-    if not ratings and _NUMBER.fullmatch(reply.strip()):
-        ratings = [reply]
-    return float(ratings[-1]) if ratings else None
+    labels = list(_LABEL.finditer(reply))
+    start = labels[-1].end() if labels else len(reply) - len(reply.lstrip())
+    rating = _RATING.match(reply, start)
+    if rating is None or not (labels or rating.end(1) == len(reply.rstrip())):
+        return None
+    number, scale, after = rating.groups()
+    if after[:1].isnumeric() or _CONTINUED.match(after) or (scale and float(scale) != high):
+        return None
+    return float(number.translate(_SIGNS))
 
 
 async def _ask(client: HttpClient, body: dict[str, Any], retries: int, timeout_s: float) -> str:

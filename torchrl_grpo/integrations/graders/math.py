@@ -13,6 +13,7 @@ import atexit
 import importlib.util
 import json
 import logging
+import operator
 import os
 import re
 import resource
@@ -20,7 +21,9 @@ import signal
 import threading
 import traceback
 from contextlib import suppress
-from math import gcd
+from fractions import Fraction
+from functools import reduce
+from math import factorial, gcd
 from typing import Any
 
 from torchrl_grpo.errors import InvalidRewardError
@@ -31,6 +34,7 @@ CPU_LIMIT_S = 3.0
 MAX_MEMORY_BYTES = 2 * 1024**3
 """Address space of the comparing process, in bytes."""
 
+_MOST = 9999  # digits of a number that is compared exactly, about
 _READ = 2000  # characters at the end of a response
 _MAX_ATTEMPTS = 2  # if the process ends for other reasons than its time limit
 _MAX_WAIT_S = 300.0  # for a process that gets no CPU time
@@ -63,6 +67,27 @@ _FUNCTIONS = frozenset(
 _ALGEBRA = re.compile(r"[0-9a-z+\-*/^=<>|(). {}_]+", re.I)
 # Does not match the unit in "3/4 m".
 _VARIABLE = re.compile(r"[a-z] ?[-+*/^=<>]|[0-9a-z)] ?[-+*^=<>] ?[0-9.]*[a-z]", re.I)
+_ZERO_WIDTH = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"))
+_SPELLINGS = _ZERO_WIDTH | str.maketrans({"\u2212": "-", "\u00d7": "*", "\u00a0": " "})
+_MARKS = re.compile(r"(?<![\w)\]}])\*\*([^*\n]+)\*\*(?![\w(\[{])|`([^`\n]+)`")
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|~)(?=[0-9]{3}(?![0-9]))")
+_PERCENT = re.compile(r"(?<=[0-9}]) *\\?%")
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALE = re.compile(rf"(?<=[0-9])(?:\\text\{{)? *({'|'.join(_SCALES)})s?\b\}}?")
+_MIXED = re.compile(r"(?<![\w./^{])([0-9]{1,9}) +([0-9]{1,9})/([0-9]{1,9})(?![0-9/^]|\.[0-9])")
+_NUMBER = r"-?[0-9]+(?:[.,/][0-9]+)?"
+_LIST = re.compile(
+    rf"(?:{_NUMBER}(?:, +| or | and ))+{_NUMBER}|[\[(]{_NUMBER}(?:, *{_NUMBER})+[\])]"
+)
+_CONTINUED = re.compile(
+    r"[.,]?[0-9]|[kKMBTxyzn](?![^\W_])|e[-+]?[0-9]|\s*[\^*+\u221a]"
+    r"|\s*(?:[-\u2013/:]|to\b|or\b|and\b)\s*[0-9]| +[0-9]"
+)
+"""What makes a number in plain text a part of another number or of an expression."""
+_UNIT = re.compile(
+    r"(?:\\(?:text|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\s*(?:[cdkm]?m|ft|in|yd|mi|k?g|mph|min|s|h)\s*)"
+    r"(?:\^\{?[23]\}?)?"
+)
 _ANSWER_PHRASE = re.compile(r"\banswer\b(?: is)?:?", re.I)
 _TIME = re.compile(r"([0-9]{1,2}):([0-5][0-9])")
 
@@ -77,8 +102,10 @@ def math(response: str, answer: str) -> bool | None:
         answer: the reference, as LaTeX (with or without ``$``) or as a plain expression.
 
     Returns:
-        None if the reference itself cannot be parsed, such as words, or several formulas that are
-        not one answer.
+        None if the reference itself cannot be parsed as a whole, such as words, several formulas
+        that are not one answer, or a number beside a formula. An answer of which only a part can be
+        read is wrong. Numbers without roots or symbols are compared exactly; a decimal number of
+        six or more places may be rounded.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -88,19 +115,47 @@ def math(response: str, answer: str) -> bool | None:
     (True, False)
     """
     judge = _judges.get(os.getpid()) or _judges.setdefault(os.getpid(), _Judge())  # one per fork
-    reference = str(answer)
+    reference = _normalized(str(answer))
     if not _LATEX.search(reference):
         reference = f"${reference}$"
-    return judge.verdict(_answer_text(response), reference)
+    return judge.verdict(_answer_text(response), _as_one_formula(reference))
+
+
+def _normalized(text: str) -> str:
+    r"""Return a text with its numbers as math-verify reads them completely.
+
+    >>> _normalized(r"**8\,000**, 2 2/3, 50\%, 5 million")
+    '8000, 8/3, 50, 5*1000000'
+    """
+    text = _MARKS.sub(r"\1\2", text.translate(_SPELLINGS))
+    text = _PERCENT.sub("", _THOUSANDS.sub("", text))
+    text = _SCALE.sub(lambda match: f"*1{'0' * _SCALES[match[1]]}", text)
+
+    def improper(match: re.Match[str]) -> str:
+        whole, part, parts = map(int, match.groups())
+        return f"{whole * parts + part}/{parts}"
+
+    return _MIXED.sub(improper, text)
+
+
+def _as_one_formula(reference: str) -> str:
+    """Return a reference of a number and one formula, which is its factor or its unit, as one
+    formula.
+    """
+    match = re.fullmatch(rf"\s*({_NUMBER})\s*\$([^$]+)\$\s*\.?\s*", reference)
+    if match is None:
+        return reference
+    number, formula = match.groups()
+    return f"${number}$" if _UNIT.fullmatch(formula) else f"${number} {formula}$"
 
 
 def _answer_text(response: str) -> str:
     r"""Return the ``\boxed{}`` in the last line that has one, else the end of the response."""
     boxed = response.rfind(r"\boxed")
     if boxed < 0:
-        return _mark_as_latex(response[-_READ:].rpartition("####")[2])
+        return _mark_as_latex(_normalized(response[-_READ:].rpartition("####")[2]))
     start = max(response.rfind("\n", 0, boxed) + 1, boxed - _READ // 2)
-    line = response[start : start + _READ].strip()
+    line = _normalized(response[start : start + _READ].strip())
     contents = [_in_braces(part) for part in line.split(r"\boxed")[1:]]
     boxes = [rf"\boxed{{{text.rstrip(' .,;')}}}" for text in contents if text is not None]
     return ", ".join(boxes) or line
@@ -118,8 +173,8 @@ def _in_braces(text: str) -> str | None:
 
 
 def _mark_as_latex(text: str) -> str:
-    """Mark algebra or a time in the last line, as in "The answer is 2x + 2", as LaTeX, unless the
-    text has LaTeX.
+    """Mark algebra, a list of numbers or a time in the last line, as in "The answer is 2x + 2", as
+    LaTeX, unless the text has LaTeX.
 
     In plain text, math-verify reads only numbers, and no numbers after an escaped dollar.
     """
@@ -135,6 +190,8 @@ def _mark_as_latex(text: str) -> str:
         and has_variable
         and not re.search("[a-z]{2}", without_commands, re.I)
     )
+    if _LIST.fullmatch(answer):
+        return f"${re.sub(' (?:or|and) ', ', ', answer)}$"
     return f"${answer.replace('**', '^')}$" if is_algebra or _TIME.fullmatch(answer) else text
 
 
@@ -255,15 +312,69 @@ def _verdict(text: str, reference: str) -> bool | None:
     if not gold or not _is_read_whole(reference, gold):
         return None
     answer = parse(text, parsing_timeout=None)
+    if answer and not _LATEX.search(text) and _is_continued(text, str(answer[-1])):
+        return False
     is_same_text = answer[-1:] == gold[-1:]  # the last entry is the text
     if is_same_text or _is_time(str(gold[-1])):
         return is_same_text
+    expected, actual = _exact(gold[0]), _exact(answer[0]) if answer else None
+    if expected is not None and actual is not None:
+        return expected == actual or _is_rounded(actual, expected) or _is_rounded(expected, actual)
     return bool(verify(gold, answer, timeout_seconds=None))
+
+
+def _is_continued(text: str, number: str) -> bool:
+    """Return whether a number that was read in a plain text is a part of something longer."""
+    phrases = list(_ANSWER_PHRASE.finditer(text))
+    start = text.find(number, phrases[-1].end()) if phrases else text.rfind(number)
+    after = text[start + len(number) :] if start >= 0 else ""
+    return after[:1].isnumeric() or _CONTINUED.match(after) is not None
+
+
+def _exact(value: Any) -> Fraction | None:
+    """Return the value of an expression of rational numbers; None if it has anything else, or
+    would be very long.
+    """
+    import sympy
+
+    if isinstance(value, sympy.Float | sympy.Rational):
+        return Fraction(str(value))
+    if not isinstance(value, sympy.Add | sympy.Mul | sympy.Pow | sympy.factorial):
+        return None
+    terms: list[Fraction] = []
+    for argument in value.args:
+        term = _exact(argument)
+        if term is None:
+            return None
+        terms.append(term)
+    if isinstance(value, sympy.Add):
+        return sum(terms, Fraction())
+    if isinstance(value, sympy.Mul):
+        return reduce(operator.mul, terms)
+    base = terms[0]
+    if isinstance(value, sympy.factorial):
+        is_small = base.denominator == 1 and 0 <= base <= _MOST
+        return Fraction(factorial(base.numerator)) if is_small else None
+    exponent = terms[1]
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if exponent.denominator > 1 or bits * abs(exponent) > 8 * _MOST or (not base and exponent < 0):
+        return None
+    return base**exponent.numerator
+
+
+def _is_rounded(decimal: Fraction, value: Fraction) -> bool:
+    """Return whether the first is the other one, rounded to six or more decimal places."""
+    places = next((n for n in range(6, 20) if decimal * 10**n % 1 == 0), None)
+    if places is None or abs(decimal) * 10**places < 1000:
+        return False
+    return value * 10**places % 1 != 0 and round(value * 10**places) == decimal * 10**places
 
 
 def _is_read_whole(reference: str, gold: list[Any]) -> bool:
     """Return whether a reference was parsed completely, and no words as products."""
     spans = [next(filter(None, span)) for span in _SPAN.findall(reference)]
+    if spans and r"\boxed" not in reference and re.search("[0-9]", _SPAN.sub("", reference)):
+        return False
     if str(gold[-1]).count(" and ") < len(spans) - 1:
         return False
     text = " ".join(spans).strip() or reference

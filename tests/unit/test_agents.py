@@ -112,14 +112,15 @@ def test_tool_calls_come_back_and_continue_the_tokens():
         reply = chat("a")
         answer = await client.chat.completions.create(model="any", messages=reply, tools=[ADD])
         choice = answer.choices[0]
-        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Adding.")
+        content = f"<think>No {CALL}</think> Adding."
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", content)
         [call] = choice.message.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
         reply += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
         await client.chat.completions.create(model="any", messages=reply, tools=[ADD])
         return 1
 
-    turns, end = played(agent_task(play), lambda turn: f"Adding. {CALL}")
+    turns, end = played(agent_task(play), lambda turn: f"<think>No {CALL}</think> Adding. {CALL}")
     assert [list(turn.tools) for turn in turns] == [[ADD], [ADD]]
     assert turns[1] == Turn(
         [{"role": "tool", "content": "2", "tool_call_id": "call00000"}], None, tools=[ADD]

@@ -5,6 +5,7 @@ The config alone decides, before anything loads: one ``ConfigError`` names the k
 
 from __future__ import annotations
 
+import json
 import re
 import types
 import typing
@@ -15,11 +16,13 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from transformers import AutoTokenizer
 
 from tests.support.configs import compose_config
 from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.config import ConfigError, check_command_line, from_hydra
 from torchrl_grpo.config.schema import COMPONENTS, FIELDS, GRPOConfig
+from torchrl_grpo.starter import starter_path
 
 HUGE = int("9" * 400)
 NUMBERS = {int, float}
@@ -264,6 +267,45 @@ def test_a_broken_chat_template_is_one_message(template: str) -> None:
     )
     assert BROKEN_TEMPLATES[template] in message and "\n" not in message and "\x1b" not in message
     assert message.endswith("fix it, or leave it out, if it is not the tokenizer's own.")
+
+
+NO_SYSTEM = (
+    "{% for m in messages if m.role in ('user', 'assistant') %}<|{{ m.role }}|>{{ m.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CHAT = [{"role": role, "content": "1+1=?"} for role in ("user", "system", "user", "assistant")]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "env.system_prompt=Add.",
+        "env.columns.messages=chat",
+        "algo=sft env.columns.messages=chat",
+        "policy.teacher_coef=1 teacher.model=policy teacher.prompt=prompts.py:instructed",
+        "env.reward={fn: reward_model, model: judge} env.system_prompt=Add. model.chat_template=null",
+    ],
+)
+def test_a_part_that_a_template_drops_is_refused_before_a_run(
+    keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{i}+1=?", "answer": str(i + 1), "chat": CHAT} for i in range(20)]
+    Path("data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("prompts.py").write_text(
+        "def instructed(messages):\n    return [{'role': 'system', 'content': 'Add.'}, *messages]\n"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(starter_path())
+    tokenizer.chat_template = NO_SYSTEM
+    tokenizer.save_pretrained("judge")
+    own = {"env.dataset": "data.jsonl", "env.reward": "gsm8k", "env.columns.prompt": "question"}
+    own |= {"model.chat_template": f'"{NO_SYSTEM}"', "evaluation.num_prompts": "0"}
+    own |= dict(word.split("=", 1) for word in re.split(r" (?=\w+[.=])", keys))
+    if "env.columns.messages" in own:
+        del own["env.columns.prompt"]
+    config = compose_config(*(f"{key}={value}" for key, value in own.items()))
+    with pytest.raises(ConfigError, match=r"chat.template.* role 'system'"):
+        prepare(config)
 
 
 def test_over_800_bad_inputs_are_tried() -> None:

@@ -13,11 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.support.chats import CHATS, make_chat_tokenizer
 from tests.support.dialogs import log_prob_gap, tokens_between_turns
 from tests.support.echo import EchoTask, add, hang, leave
 from tests.support.envs import END, ScriptedEngine, column, respond
 from torchrl_grpo import keys
-from torchrl_grpo.chat.template import ChatEncoder, TurnTemplate
+from torchrl_grpo.chat.template import ChatEncoder, TurnTemplate, render_chat
 from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
@@ -227,6 +228,70 @@ def test_a_template_that_leaves_results_out_is_refused(
     )
     with pytest.raises(ValueError, match=r"content .* role 'tool': use"):
         LLMEnv(WithTools(EchoTask(), Toolbox([add])), tokenizer, num_envs=1, repeats=1, max_turns=2)
+
+
+ONE_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}|{% endif %}{% for m in messages %}"
+    "{% if m.role in ('user', 'assistant') %}{{ m.role }}:{{ m.content }}|{% endif %}{% endfor %}"
+)
+NO_SYSTEM = ONE_SYSTEM.partition("{% endif %}")[2]
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "lost"),
+    [
+        (NO_SYSTEM, "system user", "system"),
+        (ONE_SYSTEM, "system user", None),
+        (ONE_SYSTEM, "system user system", "system"),
+        (ONE_SYSTEM, "developer user", "developer"),
+        (ONE_SYSTEM, "user assistant user", None),
+        ("{{ messages[0].content }}", "user assistant user", "assistant"),
+        ("{{ messages | map(attribute='content') | join(' ') | trim }}", "system user", None),
+        ("{{ messages | reverse | list | tojson }}", "system user assistant tool user", None),
+    ],
+)
+def test_a_chat_of_which_the_template_drops_a_message_is_refused(
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    roles: str,
+    lost: str | None,
+) -> None:
+    """The template may merge texts, strip them, and write them in another order, or as JSON."""
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    chat = [{"role": role, "content": ' "same"\n'} for role in roles.split()]
+    chats = ChatEncoder(tokenizer, {})
+    for _ in range(2):
+        if lost is None:
+            assert "same" in chats.render(chat)
+            continue
+        with pytest.raises(ValueError, match=rf"model\.chat_template=.*role '{lost}'"):
+            chats.render(chat)
+    chats.render([{**message, "content": ""} for message in chat])  # nothing that could be lost
+
+
+def test_a_chat_of_which_the_template_drops_the_calls_is_refused(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    chat = [{"role": "user", "content": "?"}, calling, tool_message("add", "5")]
+    monkeypatch.setattr(tokenizer, "chat_template", CALLS.replace("WRITE", "call.function.name"))
+    with pytest.raises(ValueError, match=r"model\.chat_template=.* tool_calls .*'assistant'"):
+        ChatEncoder(tokenizer, {}).tokens(chat)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_templates_of_families_write_whole_chats(name: str) -> None:
+    """What a template writes in its own way is no reason to refuse it."""
+    chats = ChatEncoder(make_chat_tokenizer(name), {})
+    turns = [{"role": role, "content": f" {role} \n"} for role in ("user", "assistant", "user")]
+    for chat in (turns, [{"role": "system", "content": "<think>system"}, *turns]):
+        try:
+            render_chat(chats.tokenizer, chat)
+        except ValueError:  # some refuse a system message themselves
+            continue
+        assert "system" in chats.render(chat) or chat is turns
 
 
 CALLS = (

@@ -181,6 +181,40 @@ def test_a_prompt_may_be_a_list_of_chat_messages(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_only_the_nulls_of_aligned_rows_are_left_out(tmp_path: Path, suffix: str) -> None:
+    """Arrow gives each row the keys of all rows; in JSON, a null is a value."""
+    calls = [{"function": {"name": "set", "arguments": {name: None, "by": 1}}} for name in "xy"]
+    schemas = [{"name": "set", "parameters": {"unit": {"default": None}}}, {"name": "get"}]
+    rows = [
+        {
+            "chat": [
+                {"role": "user", "content": "?", "name": None},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+            ],
+            "tools": tools,
+            "answer": {"own": None},
+        }
+        for call, tools in zip(calls, (schemas, json.dumps(schemas)), strict=True)
+    ]
+    if suffix == "parquet":
+        rows[1]["tools"] = schemas
+    task = DatasetTask(write(tmp_path / f"data.{suffix}", rows), messages_column="chat")
+    nulls = {"x": None} if suffix == "jsonl" else {}
+    first, second = task.problems("train")
+    [reply] = task.demonstration(first)
+    assert task.messages(first) == [{"role": "user", "content": "?"}]
+    assert reply["content"] == ""
+    assert reply["tool_calls"][0]["function"]["arguments"] == nulls | {"by": 1}
+    read = (
+        schemas
+        if suffix == "jsonl"
+        else [{"name": "set", "parameters": {"unit": {}}}, {"name": "get"}]
+    )
+    assert [task.tools_for(problem) for problem in (first, second)] == [read, read]
+    assert first.answer == {"own": None}  # a reward gets the row as it is
+
+
 def test_template_and_system_prompt_make_the_chat(tmp_path: Path) -> None:
     task = DatasetTask(
         write(tmp_path / "data.jsonl", ROWS),

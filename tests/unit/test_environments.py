@@ -197,6 +197,16 @@ def test_tools_are_beside_the_methods_of_an_environment() -> None:
     assert turn.counts["tools/calls"] == 2 and turn.counts["tools/errors"] == 0
 
 
+def test_a_call_drafted_in_a_thought_changes_no_state() -> None:
+    task = make_task(EnvConfig(environment=f"{TRL}:IncrementEnv", max_turns=3))
+    play = Play(task, problem(task))
+    draft = f"<think>{call('increment', step=1)}</think>"
+    for result in ("1", "2"):
+        turn = play.turn(f"{draft}{call('increment', step=1)}")
+        assert [message["content"] for message in turn.messages] == [result]
+    assert play.turn(draft).messages is None  # the turn calls nothing, so the dialog is over
+
+
 # Text games
 
 

@@ -4,7 +4,9 @@ first.
 
 from __future__ import annotations
 
+import os
 import shutil
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from tests.support.runs import (
     changed,
     differences,
     numbers,
+    reseal,
     run,
     state_in,
     state_of,
@@ -167,6 +170,42 @@ def test_rounding_draws_the_same_numbers_whatever_others_drew() -> None:
     assert torch.equal(first, weights_after(1))
     assert 0 < (first == 1.0).sum() < first.numel() and not torch.equal(first[0], first[1])
     assert not torch.equal(first, weights_after(0, steps=2))
+
+
+@pytest.mark.slow
+def test_templates_write_the_date_of_the_first_start(tmp_path: Path) -> None:
+    """In this process, and in the reward workers."""
+    (tmp_path / "dated.jinja").write_text(
+        "{% for m in messages %}<|{{ m.role }}|>{{ strftime_now('%d %H:%M:%S.%f') }} {{ m.content }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    (tmp_path / "dated.py").write_text(
+        "from torchrl_grpo.host.clock import run_date\n"
+        "def dated(response):\n    return {'reward': 0.5, 'time': run_date().timestamp()}\n"
+    )
+    options = (
+        f"model.chat_template={tmp_path / 'dated.jinja'}",
+        f"env.reward={{fn: '{tmp_path / 'dated.py'}:dated', weight: {{reward: 1}}}}",
+        "env.reward_workers=1",
+        "evaluation.num_prompts=4",
+    )
+    run(tmp_path / "first", *options, steps(1))
+    run(tmp_path / "rest", *options, steps(2), f"train.resume={tmp_path / 'first'}")
+    samples = [
+        row for name in ("first", "rest") for row in read_jsonl(tmp_path / name / "samples.jsonl")
+    ]
+    [date] = {row["prompt"].removeprefix("<|user|>")[:18] for row in samples}
+    [time] = {row["parts"]["dated/time"] for row in samples}
+    assert datetime.fromtimestamp(time).strftime("%d %H:%M:%S.%f") == date
+    assert {row["split"] for row in samples} == {"train", "test"}
+    assert "TORCHRL_GRPO_DATE" not in os.environ
+
+
+def test_a_resealed_date_is_refused(full_run: Path, tmp_path: Path) -> None:
+    for number, date in enumerate(("yesterday", 5, None)):
+        copy = shutil.copytree(at(full_run, 6), at(tmp_path / str(number), 6))
+        with pytest.raises(ConfigError, match=r"train\.resume=.* must be a whole checkpoint"):
+            resume_of(reseal(copy, date=date))
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
+from torchrl_grpo.tasks.base import Dialog, Problem
 from torchrl_grpo.tools import Toolbox, ToolCall, parse_tool_calls
 
 CALL = {"name": "add", "arguments": {"a": 1, "b": 2}}
@@ -85,6 +86,40 @@ def leaves(text: str) -> str:
 )
 def test_calls_are_found_in_the_forms_of_three_families(text: str, calls: list[ToolCall]) -> None:
     assert parse_tool_calls(text) == calls
+
+
+HERMES = f"<tool_call>{TEXT}</tool_call>"
+QUOTING = '<tool_call>{"name": "add", "arguments": {"a": "<think>1</think>"}}</tool_call>'
+LLAMA = '{"name": "add", "parameters": {"a": "<think>1</think>"}}'
+
+
+@pytest.mark.parametrize(
+    ("prefill", "text", "calls"),
+    [
+        ("", f"<think>I could write {HERMES}, not needed.</think>\n#### 5", 0),
+        ("<think>\n", f"I could write {HERMES}, not needed.</think>\n#### 5", 0),
+        ("<think>\n\n</think>\n\n", f"The call: {HERMES}", 1),
+        ("", f"<think>Plan: {HERMES}</think>\n{HERMES}<|im_end|>", 1),
+        ("", f"Well. <think>{HERMES}</think>{HERMES}<think>{HERMES}</think>", 1),
+        ("", "<think>The <tool_call> tag is not needed.</think>\n#### 5", 0),
+        ("", f"<think>Without an end {HERMES}<|im_end|>", 0),
+        ("", f"[THINK][TOOL_CALLS][{TEXT}][/THINK]3</s>", 0),
+        ("", f"[THINK]Add.[/THINK][TOOL_CALLS][{TEXT}]</s>", 1),
+        ("", QUOTING, 1),
+        ("<think>", f"Quote it.</think>{QUOTING}{QUOTING}", 2),
+        ("", LLAMA, 1),
+        ("<think>", f"Quote it.</think>\n{LLAMA}", 1),
+        ("", LLAMA.replace('{"name"', '<|python_tag|>{"name"'), 1),
+    ],
+)
+def test_a_call_drafted_in_a_thought_is_not_made(prefill: str, text: str, calls: int) -> None:
+    dialog = Dialog(Problem("1+2=?", "3"), [text], raw=text, prefill=prefill)
+    assert len(dialog.speech) == len(text)
+    found = parse_tool_calls(dialog.speech)
+    assert len(found) == calls and not any(call.error for call in found)
+    quoted = ["<think>1</think>"] * calls
+    if "<think>1" in text:
+        assert [call.arguments["a"] for call in found] == quoted
 
 
 @pytest.mark.parametrize(

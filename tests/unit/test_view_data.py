@@ -98,7 +98,10 @@ def test_numbers_of_tokens_by_hand() -> None:
 
 def test_a_turn_names_the_tools_that_it_calls() -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    strip = strip_of({"tokens": {"text": [call, "2", "so 2"], "log_prob": [-1.0, None, -1.0]}})
+    text = [f"{call}</think>{call}", "2<think>", f"{call}</think>so 2"]
+    strip = strip_of(
+        {"prompt": "<think>\n", "tokens": {"text": text, "log_prob": [-1.0, None, -1.0]}}
+    )
     assert strip is not None
     assert [turn["label"] for turn in strip["turns"]] == [
         "turn 1, 1 token, calls add",

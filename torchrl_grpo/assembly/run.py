@@ -32,6 +32,7 @@ from torchrl_grpo.config import GRPOConfig, plain, staleness_bound
 from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host import stalls
 from torchrl_grpo.host.checkpoint_files import check_unused
+from torchrl_grpo.host.clock import DATE, run_date
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.files import METRICS_FILE, is_full
 from torchrl_grpo.host.folders import FolderLock
@@ -184,6 +185,8 @@ def build(
         resume = find_resume(config, plain(config), directory)
         if config.train.resume is None:
             check_unused(directory)
+        resources.callback(os.environ.pop, DATE, None)
+        os.environ[DATE] = resume.date if resume else run_date().isoformat()
         cluster = None
         if config.ray.address is not None:  # first, because the plan needs its accelerators
             cluster = start_cluster(config.ray.address, resources)

@@ -17,6 +17,7 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.startup import say
 from torchrl_grpo.rewards.functions import load_class, load_function
+from torchrl_grpo.rewards.spec import parse_rewards
 from torchrl_grpo.tasks.base import Problem, Split, Task, WrappedTask
 from torchrl_grpo.tasks.conversations import WithRetry, WithTools
 from torchrl_grpo.tasks.dataset import DatasetTask
@@ -430,4 +431,7 @@ def _rewards(
             has_environment=has_environment,
             has_images=bool(first.images),
         )
+        for entry in parse_rewards(spec, field):
+            if entry.fn == "reward_model":
+                load_extra("check_reward_model")(task.messages(first), **entry.options)
     return rewards

@@ -20,7 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from torchrl_grpo.host.clock import run_date
 from torchrl_grpo.host.text import LONE_SURROGATE, printable, replace_lone_surrogates
+from torchrl_grpo.host.trees import with_texts
 
 Message = Mapping[str, Any]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern of transformers
@@ -41,12 +43,13 @@ def render_spans(
     tokenizer: PreTrainedTokenizerBase, chat: Sequence[Message], **arguments: Any
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return a chat as the chat template writes it, and the spans between its ``generation``
-    markers, if it has any.
+    markers, if it has any. A template that writes the date gets the run's.
 
     Raises:
         ValueError: the template raises any error.
     """
     messages = list(map(dict, chat))
+    arguments = {"strftime_now": run_date().strftime, **arguments}
     try:
         template = tokenizer.get_chat_template(tools=arguments.get("tools"))
         if _takes_only_parts(tokenizer, template):
@@ -94,29 +97,10 @@ def _in_parts(message: Message) -> dict[str, Any]:
     return {**message, "content": parts if isinstance(content, str | None) else content}
 
 
-def check_tools(
-    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], **arguments: Any
-) -> None:
-    """Check that the chat template writes out tools.
-
-    Raises:
-        ValueError: it writes the same chat with them and without them.
-    """
-    if not tools:
-        return
-    arguments = {**arguments, "add_generation_prompt": True}
-    with_tools = render_chat(tokenizer, [_USER], tools=list(tools), **arguments)
-    if with_tools == render_chat(tokenizer, [_USER], tools=None, **arguments):
-        raise ValueError(
-            f"model.chat_template={printable(str(tokenizer.chat_template))!r:.80} must write the "
-            f"tools {[tool.get('function', tool).get('name') for tool in tools]}, but it leaves "
-            "them out: use a model or a template that writes `tools`."
-        )
-
-
 _USER, _ASSISTANT = ({"role": role, "content": "?"} for role in ("user", "assistant"))
 _RESULT = {"role": "tool", "name": "?", "content": "?", "tool_call_id": "call00000"}
 _PLACEHOLDER = "@@assistant-turn@@"
+_MARK = "@@mark-{}@@"
 _FUNCTION = {"name": "?", "arguments": {"?": _PLACEHOLDER}}
 _CALL = {"type": "function", "id": "call00000", "function": _FUNCTION}
 
@@ -150,7 +134,7 @@ class ChatEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
         self.tokenizer = tokenizer
         self.arguments = arguments
-        self._writes_tools = False
+        self._complete: set[tuple[Any, ...]] = set()
         self.control = self._control_tokens()
         first = sorted({token[0] for token in self.control})
         self._first = re.compile("|".join(map(re.escape, first)) or r"(?!)")
@@ -193,10 +177,73 @@ class ChatEncoder:
             **arguments: arguments of the template, in addition to those of the constructor.
 
         Raises:
-            ValueError: the template raises any error or leaves the tools out, or the messages are
-                nested too deeply.
+            ValueError: the template raises any error or leaves something out (see ``check``), or
+                the messages are nested too deeply.
         """
         return self.render_turns(chat, len(chat), **arguments)[0]
+
+    def check(
+        self,
+        chat: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **arguments: Any,
+    ) -> None:
+        """Check that the template writes the content and the calls of each message, and the tools.
+
+        A mark at the end of each text must be there: a template may move the text, strip it or
+        write it as JSON. Of the chats of one form only the first is rendered for this.
+
+        Args:
+            chat: messages.
+            tools: JSON schemas.
+            **arguments: further arguments of the template.
+
+        Raises:
+            ValueError: it leaves one out, or raises any error.
+        """
+        marks: dict[str, str] = {}
+
+        def marked(text: Any, what: str) -> Any:
+            if not isinstance(text, str) or not text.strip():
+                return text
+            mark = _MARK.format(len(marks))
+            marks[mark] = what
+            return text + mark
+
+        whole = []
+        for message in chat:
+            message = dict(message)
+            which = f"of each message, but it leaves out one with the role {message['role']!r}"
+            if isinstance(content := message.get("content"), list):
+                message["content"] = [
+                    {**part, "text": marked(part["text"], f"the content {which}")}
+                    if "text" in part
+                    else part
+                    for part in content
+                ]
+            elif content:
+                message["content"] = marked(content, f"the content {which}")
+            if isinstance(calls := message.get("tool_calls"), list | tuple):
+                message["tool_calls"] = [
+                    with_arguments(call, True, marked("?", f"tool_calls {which}")) for call in calls
+                ]
+            whole.append(self._with_call_form(message))
+        form = (*(message["role"] for message in chat), len(marks), bool(tools))
+        if form in self._complete:
+            return
+        arguments = {**self.arguments, **arguments}
+        text = render_chat(self.tokenizer, whole, tools=tools, **arguments)
+        missing = [what for mark, what in marks.items() if mark not in text]
+        if tools and text == render_chat(self.tokenizer, whole, **arguments):
+            names = [tool.get("function", tool).get("name") for tool in tools]
+            missing.append(f"the tools of a chat, but it leaves out {names}")
+        if missing:
+            raise ValueError(
+                f"model.chat_template={printable(str(self.tokenizer.chat_template))!r:.80} must "
+                f"write {missing[0]}: use another template or model, or move the text into the "
+                "user's message."
+            )
+        self._complete.add(form)
 
     def render_turns(
         self, chat: Sequence[Message], own: int, **arguments: Any
@@ -220,27 +267,24 @@ class ChatEncoder:
     def _render_turns(
         self, chat: Sequence[Message], own: int, arguments: dict[str, Any]
     ) -> tuple[str, list[tuple[int, int]]]:
-        tools = arguments.get("tools")
-        if tools and not self._writes_tools:  # of an agent, or of a dialog's opening
-            check_tools(self.tokenizer, tools, **self.arguments)
-            self._writes_tools = True
         trusted = [
             index >= own and message.get("role") == "assistant"
             for index, message in enumerate(chat)
         ]
         chat = [
-            _with_texts(
+            with_texts(
                 self._with_call_form(message), replace_lone_surrogates if trusts else self._escape
             )
             for message, trusts in zip(chat, trusted, strict=True)
         ]
+        self.check(chat, **arguments)
         arguments = {**self.arguments, **arguments}
         text, spans = render_spans(self.tokenizer, chat, **arguments)
         # A template that splits texts and joins the pieces may create a control token. Roles are
         # left alone, because templates depend on them.
         without_signs = [
             {
-                key: entry if trusts or key == "role" else _with_texts(entry, self._without_signs)
+                key: entry if trusts or key == "role" else with_texts(entry, self._without_signs)
                 for key, entry in message.items()
             }
             for message, trusts in zip(chat, trusted, strict=True)
@@ -350,8 +394,10 @@ class ChatEncoder:
         return [(start, match[0]) for start, match in matches if match]
 
 
-def with_arguments(call: Any, as_object: bool) -> Any:
-    """Return a tool call with its arguments as an object or as JSON; other values are unchanged."""
+def with_arguments(call: Any, as_object: bool, mark: str = "") -> Any:
+    """Return a tool call with its arguments as an object or as JSON, and a mark among them, if
+    there is one; other values are unchanged.
+    """
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
@@ -360,26 +406,14 @@ def with_arguments(call: Any, as_object: bool) -> Any:
         with suppress(ValueError):
             value = json.loads(arguments)
             arguments = value if isinstance(value, dict) else arguments
+    if mark:
+        arguments = {**arguments, mark: ""} if isinstance(arguments, dict) else f"{arguments}{mark}"
     if not as_object and isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 
 
-def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a nested value with a function applied to each text in it, keys included."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {
-            _with_texts(key, change): _with_texts(entry, change) for key, entry in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [_with_texts(entry, change) for entry in value]
-    return value
-
-
-_PROBE = "@@message-{}@@"
 _MAX_CACHED = 1000
 
 
@@ -394,7 +428,6 @@ class TurnTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
         self._chats = ChatEncoder(tokenizer, arguments)
         self._cache: dict[str, list[int]] = {}
-        self._written_roles: set[tuple[Any, ...]] = set()
 
     def tokens(self, messages: Sequence[Message], response: Sequence[int]) -> Tensor:
         """Return the tokens between two turns, [T] int64.
@@ -426,30 +459,5 @@ class TurnTemplate:
 
     def _between(self, messages: Sequence[Message]) -> str:
         """Return what ``ChatEncoder.render`` writes after the assistant's text."""
-        roles = tuple(message.get("role") for message in messages)
-        if roles not in self._written_roles:
-            # Search for probes instead of the texts: a template may write a text as JSON, strip it
-            # or omit a part.
-            probes = [_PROBE.format(number) for number in range(len(messages))]
-            pairs = zip(messages, probes, strict=True)
-            text = self._after([{**message, "content": probe} for message, probe in pairs])
-            for role, probe in zip(roles, probes, strict=True):
-                if probe not in text:
-                    raise ValueError(
-                        "the tokenizer's chat template must write a message after an assistant's "
-                        f"turn, but it leaves out the content of a message with the role {role!r}: "
-                        "use another template (model.chat_template)."
-                    )
-            self._written_roles.add(roles)
-        return self._after(messages)
-
-    def _after(self, messages: Sequence[Message]) -> str:
         chat = [_USER, {**_ASSISTANT, "content": _PLACEHOLDER}, *messages]
-        text = self._chats.render(chat, add_generation_prompt=True)
-        _, placeholder, between = text.partition(_PLACEHOLDER)
-        if not placeholder:
-            raise ValueError(
-                "the tokenizer's chat template must write the text of an assistant turn, but it "
-                f"leaves {_PLACEHOLDER!r} out: use max_turns=1 or another template."
-            )
-        return between
+        return self._chats.render(chat, add_generation_prompt=True).partition(_PLACEHOLDER)[2]

@@ -53,7 +53,7 @@ from torchrl_grpo.host import interrupts
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.files import is_full
 from torchrl_grpo.host.startup import end, quick_imports, say
-from torchrl_grpo.host.text import printable_lines
+from torchrl_grpo.host.text import printable_lines, unescape
 
 FindSaved = Callable[[str | None], tuple[Path, Mapping[str, Any]] | None]
 
@@ -62,6 +62,8 @@ _UNTRAINED = re.compile(r"\w+_penalty|logit_bias|bad_words|min(_new)?_tokens|\w*
 _ARGUMENTS = tuple(f"{name}." for name in COMPONENTS)
 _ENTRY = re.compile(r"([\w.-]+)['\"]?\s*:\s*([^,{}\[\]]+)")
 """A key and its value in a node on the command line."""
+_TEXT = re.compile(r"""("|')(?:\\.|(?!\1).)*\1|(?=\S)[^][{}=,:"']*\\[nt][^][{}=,:"']*""", re.S)
+"""A text in quotes, or one with an escape."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _IN_WHEEL = _PACKAGE / "config_files"
 CONFIG_FILES = str(_IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / "config")
@@ -240,14 +242,21 @@ def _check_once(overrides: Sequence[str]) -> None:
 
 
 def with_argument_added(override: str) -> str:
-    """Return an override in which an argument of a component needs no ``+``, which Hydra asks for
-    where the config has no such key yet.
+    r"""Return an override as Hydra takes it: an argument of a component needs no ``+`` where the
+    config has no such key yet, and ``\n`` and ``\t`` in texts are characters (``unescape``).
 
-    >>> with_argument_added("policy.loss.width=0.1")
-    '++policy.loss.width=0.1'
+    >>> with_argument_added("policy.loss.width=0.1"), with_argument_added(r"env.system_prompt=a\nb")
+    ('++policy.loss.width=0.1', 'env.system_prompt="a\nb"')
     """
+    override = _TEXT.sub(_with_characters, override)
     is_argument = override.startswith(_ARGUMENTS) and "._target_=" not in override
     return f"++{override}" if is_argument else override
+
+
+def _with_characters(match: re.Match[str]) -> str:
+    """Return a text of an override ``unescape``d, in quotes if it has become several lines."""
+    text = unescape(match[0])
+    return text if text == match[0] or text[0] in "\"'" else f'"{text}"'
 
 
 def _is_set(parsed: argparse.Namespace, option: str) -> bool:

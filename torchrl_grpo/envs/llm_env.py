@@ -6,7 +6,6 @@ the task, and the policy's text is never tokenized again.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -22,10 +21,10 @@ from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
-from torchrl_grpo.chat.template import TurnTemplate, check_tools
+from torchrl_grpo.chat.template import TurnTemplate
 from torchrl_grpo.checks import check_multiple
 from torchrl_grpo.envs.dialog_state import DialogState, Outcome, SampleState
-from torchrl_grpo.envs.prompts import Prompts
+from torchrl_grpo.envs.prompts import USER, Prompts
 from torchrl_grpo.envs.specs import transition_specs
 from torchrl_grpo.images import (
     Prompt,
@@ -40,9 +39,8 @@ from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance
 from torchrl_grpo.tasks.base import Dialog, Message, Split, Task, Turn, TurnLimits, attempt
 from torchrl_grpo.tasks.drawing import Drawing, Drawn
-from torchrl_grpo.tools import tool_message
+from torchrl_grpo.tools.toolbox import prefill_of, tool_message
 
-_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 _PREFILL_TOKENS = 32
 _UNREADABLE = "error: the result has an image, which cannot be read here"
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -329,7 +327,7 @@ class LLMEnv(EnvBase):
         function = {"name": "probe", "description": "?", "parameters": _NO_PARAMETERS}
         tools = [{"type": "function", "function": function}]
         try:
-            check_tools(self.tokenizer, tools, **self.template_arguments)
+            self.prompts.of_chat(USER, tools)
         except ValueError:
             return False
         return True
@@ -512,10 +510,8 @@ class LLMEnv(EnvBase):
 
     def _prefill(self, row: DialogState) -> str:
         """Return the thought with which the chat template begins each turn of a row, if any."""
-        match = _THOUGHT.search(
-            self.tokenizer.decode(tokens_of(self._prompt_of(row))[-_PREFILL_TOKENS:])
-        )
-        return match[0] if match else ""
+        end = tokens_of(self._prompt_of(row))[-_PREFILL_TOKENS:]
+        return prefill_of(self.tokenizer.decode(end))
 
     def _advance(self, dialogs: Mapping[int, Dialog]) -> list[Turn | Failure]:
         """Return the task's answer to the latest turn of each dialog."""

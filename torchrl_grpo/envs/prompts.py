@@ -10,11 +10,14 @@ from torch import Tensor
 from torchrl import torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_grpo.chat.template import ChatEncoder, check_tools
+from torchrl_grpo.chat.template import ChatEncoder
 from torchrl_grpo.images import ImageFile, Prompt, images_in
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.tasks.base import Message, Problem, Split, Task
 from torchrl_grpo.tools import tool_message
+
+USER: list[Message] = [{"role": "user", "content": "?"}]
+"""A chat, to try what the chat template writes."""
 
 
 class Prompts:
@@ -35,7 +38,8 @@ class Prompts:
         image_encoder: encodes the images of problems; None for models that read text alone.
 
     Raises:
-        ValueError: no problem is left, or the chat template leaves the task's tools out.
+        ValueError: no problem is left, or the chat template leaves out a part of a prompt, or the
+            task's tools.
     """
 
     def __init__(
@@ -47,7 +51,6 @@ class Prompts:
         template_arguments: Mapping[str, Any],
         image_encoder: ImageEncoder | None = None,
     ) -> None:
-        check_tools(tokenizer, task.tools, **template_arguments)
         self.task = task
         self._chats = ChatEncoder(tokenizer, template_arguments)
         self.problems: Sequence[Problem] = task.problems(split)
@@ -55,6 +58,8 @@ class Prompts:
         self._tokens: dict[int, Tensor] = {}
         self._latest: tuple[int, Tensor | Prompt] | None = None  # that of a group in progress
         self._warned = split != "train"  # warn about the training split only
+        if task.tools:
+            self.of_chat(USER, task.tools)
         self.usable = self._select(max_prompt_tokens)
         self.num_dropped = len(self.problems) - len(self.usable)
         if self.num_dropped:
@@ -141,7 +146,7 @@ class Prompts:
         """Return the prompt of a chat, [T] int64 if it has no images.
 
         Raises:
-            ValueError: the chat template rejects the chat.
+            ValueError: the chat template rejects the chat, or leaves out a part of it.
         """
         text = self._chats.render(messages, tools=list(tools) or None, add_generation_prompt=True)
         return self.with_images(self._chats.encode([text])[0], messages)

@@ -15,6 +15,12 @@ _ALL_DIGITS = Context(prec=400)
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 """Lone surrogates (halves of a character): JSON can contain them, but no tokenizer accepts them."""
 MISSING = "-"
+_LATEX = (
+    "nabla natural ncong ne nearrow neg neq newline nexists ngeq ngtr nleq nless nmid nonumber not notin nparallel "
+    "nprec nrightarrow nsim nsubseteq nsucc nsupseteq nu null nwarrow tan tanh tau tbinom text[a-z]* tfrac therefore "
+    "theta thickapprox thicksim tilde times tiny to top triangle[a-z]* tt twoheadrightarrow"
+)
+_ESCAPE = re.compile(rf"(?<!\\)\\(?!(?:{_LATEX.replace(' ', '|')})(?![a-zA-Z]))([nt])")
 
 
 def replace_lone_surrogates(text: str) -> str:
@@ -24,6 +30,16 @@ def replace_lone_surrogates(text: str) -> str:
     True
     """
     return LONE_SURROGATE.sub("\ufffd", text)
+
+
+def unescape(text: str) -> str:
+    r"""Return a text with its ``\n`` and ``\t`` as newlines and tabs, except in LaTeX commands, such
+    as ``\neq``, and after another backslash.
+
+    >>> unescape(r"Solve.\n\nAnswer: \nabla \theta \neq 0, \text{if}")
+    'Solve.\n\nAnswer: \\nabla \\theta \\neq 0, \\text{if}'
+    """
+    return _ESCAPE.sub(lambda match: {"n": "\n", "t": "\t"}[match[1]], text)
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:

@@ -27,6 +27,7 @@ from torchrl_grpo.host.checkpoint_files import (
     remove,
     step_of,
 )
+from torchrl_grpo.host.clock import run_date
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.files import is_full
 from torchrl_grpo.host.folders import numbered
@@ -154,8 +155,9 @@ class Checkpointer:
         }
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """Return the manifest of a checkpoint: its step, config and evaluation."""
-        return {"step": step, "config": self.config, "metrics": self.metrics}
+        """Return the manifest of a checkpoint: its step, config, evaluation, and the run's date."""
+        date = run_date().isoformat()
+        return {"step": step, "config": self.config, "metrics": self.metrics, "date": date}
 
     def not_saved(self, path: Path, error: BaseException) -> BaseException:
         """Return the exception to raise after ``error`` interrupted the writing of a checkpoint."""
@@ -214,7 +216,7 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
     """
     if not trusted:
         check_whole(path)
-    config = read_manifest(path)["config"]
+    manifest = read_manifest(path)
     try:
         if not trusted:
             check_stored(path / STATE)
@@ -237,7 +239,9 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
                 f"{path.name} does not contain a checkpoint "
                 f"({type(error).__name__}: {error!s:.200})"
             ) from error
-    return state | {"config": config}  # the config that was checked with this run's config
+    # The config is the one that was checked with this run's config.
+    date = manifest.get("date", run_date().isoformat())
+    return state | {"config": manifest["config"], "date": date}
 
 
 def check_stored(path: Path) -> None:

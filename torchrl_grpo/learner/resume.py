@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ class Resume:
         step: number of finished steps.
         source: state of the source of batches.
         reference_version: version of the reference model's weights; 0 is the base model.
+        date: date that chat templates write, in ISO 8601.
         differences: options that differ between its config and this run's, one row each.
     """
 
@@ -62,6 +64,7 @@ class Resume:
     step: int
     source: dict[str, Any]
     reference_version: int
+    date: str
     differences: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -97,7 +100,7 @@ def find_resume(
             f"{step} does not contain: use the checkpoint of step {reference} "
             f"(train.checkpoint_frequency={every or reference} would have written one)."
         )
-    return Resume(path, step, source, reference, differences(saved, plain))
+    return Resume(path, step, source, reference, state["date"], differences(saved, plain))
 
 
 def check_length(resume: Resume, config: GRPOConfig) -> None:
@@ -256,6 +259,7 @@ def _read(path: Path) -> dict[str, Any]:
         try:
             _check_random(state["rng"], engines)
             _check_optimizer(state["trainer"]["optimizer"])
+            datetime.fromisoformat(state["date"])
         except Exception as error:  # a foreign state may raise anything
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
             raise ValueError(f"{name} does not contain a checkpoint ({reason})") from error

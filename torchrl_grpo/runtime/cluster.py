@@ -31,6 +31,7 @@ import torch
 from torchrl import torchrl_logger
 
 from torchrl_grpo.host import interrupts
+from torchrl_grpo.host.clock import DATE, run_date
 from torchrl_grpo.host.processes import descendants, stacks_of
 from torchrl_grpo.host.startup import actor_environment
 from torchrl_grpo.runtime.placement import DevicePlan
@@ -330,6 +331,7 @@ class Cluster:
 
         def options(role: str, allocation: ActorAllocation) -> dict[str, Any]:
             variables = process_environment(allocation, threads, pinned=self.address is None)
+            variables[DATE] = run_date().isoformat()
             if role == "train" and not plan.colocated:
                 variables |= allocator_environment(allocation)
             return {

@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn, TypeVar, overload
 from torchrl_grpo.host.interrupts import delivered
 from torchrl_grpo.images import ImageFile, place_images
 from torchrl_grpo.rewards.spec import PartWeights
+from torchrl_grpo.tools.toolbox import without_thoughts
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -112,6 +113,13 @@ class Dialog:
     takes_tools: bool = True
     image_roles: Sequence[str] = ()
     prefill: str = ""
+
+    @property
+    def speech(self) -> str:
+        """The latest turn with its special tokens, in which calls are found: its thoughts are
+        blank.
+        """
+        return without_thoughts(self.raw, self.prefill)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class WithTools(WrappedTask):
         """
         if dialog.finish_reason != "stop":
             return False
-        names = {call.name for call in self.toolbox.calls(dialog.raw)}
+        names = {call.name for call in self.toolbox.calls(dialog.speech)}
         return bool(names & self.toolbox.functions.keys() if self.task.is_stateful else names)
 
     def _extend(self, turn: Turn | Exception, calls: bool) -> Turn | Exception:
@@ -78,7 +78,7 @@ class WithTools(WrappedTask):
         messages: list[Message] = []
         errors = 0
         start = time.perf_counter()
-        for number, call in enumerate(self.toolbox.calls(dialog.raw)):
+        for number, call in enumerate(self.toolbox.calls(dialog.speech)):
             text, succeeded = self.toolbox.run(call)
             errors += not succeeded
             messages.append(tool_message(call.name, text, number))
@@ -90,7 +90,7 @@ class WithTools(WrappedTask):
         )
 
     def tool_failure_reply(self, dialog: Dialog, why: str) -> list[Message] | None:
-        calls = list(self.toolbox.calls(dialog.raw)) if dialog.finish_reason == "stop" else []
+        calls = self.toolbox.calls(dialog.speech) if dialog.finish_reason == "stop" else ()
         if not calls:
             return self.task.tool_failure_reply(dialog, why)
         error = f"error: {why}"

@@ -414,6 +414,8 @@ class DatasetTask(Task):
                 f"{self._what} must have problems, but the {name} split has 0: add rows."
             )
         self._find_columns(table.data.column_names)
+        columns = {self.prompt_column, self.completion_column, TOOLS_COLUMN}
+        table = replace(table, aligned=frozenset(columns))
         if self.images_column is not None:
             table = table.with_files(self.images_column)
         prompts = []

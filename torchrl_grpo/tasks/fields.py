@@ -100,32 +100,20 @@ def first_turn(chat: Sequence[Any]) -> int:
     return next(turns, len(chat))
 
 
-def without_nones(value: Any) -> Any:
-    """Return a nested value without the keys whose value is None: in a parquet file each row has
-    the keys of all rows.
-
-    >>> without_nones({"arguments": {"city": "Rome", "x": None}, "name": None})
-    {'arguments': {'city': 'Rome'}}
-    """
-    if isinstance(value, dict):
-        return {key: without_nones(entry) for key, entry in value.items() if entry is not None}
-    if isinstance(value, list):
-        return [without_nones(entry) for entry in value]
-    return value
-
-
 def checked_messages(
     chat: Sequence[Any], column: str, *, has_images: bool = False
 ) -> list[Message]:
-    """Return the messages in a column. A message that only calls tools may have no content. With
-    images, a content may be a list of parts.
+    """Return the messages in a column, without their fields that are None. A message that only
+    calls tools may have no content. With images, a content may be a list of parts.
 
     Raises:
         ValueError: it has something else.
     """
     messages = []
     for message in chat:
-        cleaned = without_nones(message)
+        cleaned = message
+        if isinstance(message, dict):
+            cleaned = {name: value for name, value in message.items() if value is not None}
         calls = cleaned.get("tool_calls", []) if isinstance(cleaned, dict) else None
         is_valid = isinstance(calls, list) and all(map(_is_call, calls))
         if is_valid and calls and cleaned.get("role") == "assistant":
@@ -169,7 +157,6 @@ def checked_tools(value: Any, column: str) -> list[dict[str, Any]]:
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             tools = json.loads(value)
-    tools = without_nones(tools)
     if not (isinstance(tools or [], list) and all(map(_is_call, tools or []))):
         raise ValueError(
             f"must have a list of tools in the column {column!r}, each the JSON schema of a "

@@ -41,12 +41,15 @@ class Table:
         encoded: columns stored as JSON in ``data``, because their values have different types or
             are nested.
         rows: for each row, its index in ``parts``; None if these are the same.
+        aligned: columns whose nested values are read without the keys that are None, because Arrow
+            gives each row the keys of all rows; what is ``encoded`` has its own.
     """
 
     data: Any
     parts: Sequence[tuple[int, str, Sequence[int | None]]] = ()
     encoded: frozenset[str] = frozenset()
     rows: Sequence[int] | None = None
+    aligned: frozenset[str | None] = frozenset()
 
     def __len__(self) -> int:
         return len(self.data)
@@ -88,22 +91,42 @@ class Table:
         return f"{name}[{index - first}]" if line is None else f"{name}:{line}"
 
     def _decode(self, row: Row) -> Row:
-        if not self.encoded:
-            return row
-        return {
-            name: json.loads(value) if name in self.encoded and value is not None else value
-            for name, value in row.items()
-        }
+        for name in row:
+            if name in self.encoded and row[name] is not None:
+                row[name] = json.loads(row[name])
+            elif name in self.aligned:
+                row[name] = _without_nones(row[name])
+        return row
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the rows themselves, because another machine does not have the files."""
-        return _unpickle, (self.data[:], self.data.features, self.parts, self.encoded, self.rows)
+        return _unpickle, (
+            self.data[:],
+            self.data.features,
+            self.parts,
+            self.encoded,
+            self.rows,
+            self.aligned,
+        )
 
 
 def _unpickle(columns: dict[str, list[Any]], features: Any, *rest: Any) -> Table:
     from datasets import Dataset
 
     return Table(Dataset.from_dict(columns, features), *rest)
+
+
+def _without_nones(value: Any) -> Any:
+    """Return a nested value without the keys whose value is None.
+
+    >>> _without_nones({"arguments": {"city": "Rome", "x": None}, "name": None})
+    {'arguments': {'city': 'Rome'}}
+    """
+    if isinstance(value, dict):
+        return {key: _without_nones(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, list):
+        return [_without_nones(entry) for entry in value]
+    return value
 
 
 class UnknownSplitError(ValueError):

@@ -19,6 +19,14 @@ _MAX_RESULT_CHARACTERS = 8192
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
 _MISTRAL = "[TOOL_CALLS]"
 _SPECIAL = re.compile(r"<\|[a-z_]+\|>|</s>")
+_THOUGHT = re.compile(
+    r"((?:\A|(?<=</think>))\s*\{.*|<tool_call>.*?(?:</tool_call>|\Z)"
+    r"|(?:\[TOOL_CALLS|<\W?(?:python_tag|function|invoke|tool.call)).*)"
+    r"|(?:<think>|\[THINK\]).*?(?:</think>|\[/THINK\]|\Z)",
+    re.S,
+)
+"""Calls, as the group, in which a thought is text, or a thought."""
+_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -43,11 +51,35 @@ Parser = Callable[[str], Sequence[ToolCall]]
 """Function from the policy's text, including special tokens, to its calls."""
 
 
+def prefill_of(prompt: str) -> str:
+    """Return the thought at the end of a prompt, with which the chat template begins the policy's
+    turn; empty without one.
+    """
+    match = _OPENED.search(prompt)
+    return match[0] if match else ""
+
+
+def without_thoughts(text: str, prefill: str = "") -> str:
+    """Return the policy's turn with spaces in place of its thoughts, in which a call is a draft. A
+    thought in a call's arguments stays, and one without an end goes on to the end of the turn.
+
+    Args:
+        text: the turn.
+        prefill: the beginning of the turn that is part of the prompt, see ``prefill_of``.
+
+    >>> without_thoughts("2</think>4", "<think>")
+    '         4'
+    """
+
+    whole = _THOUGHT.sub(lambda match: match[1] or " " * len(match[0]), prefill + text)
+    return whole[len(prefill) :]
+
+
 def parse_tool_calls(text: str) -> list[ToolCall]:
     r"""Parse tool calls in the forms of Hermes and Qwen, Mistral, and Llama 3.
 
     Args:
-        text: the policy's turn with its special tokens.
+        text: the policy's turn with its special tokens, ``without_thoughts``.
 
     >>> parse_tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>')
     [ToolCall(name='add', arguments={'a': 1}, error='')]

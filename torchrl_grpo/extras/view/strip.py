@@ -9,7 +9,7 @@ from typing import Any
 
 from torchrl_grpo.host.files import is_number
 from torchrl_grpo.host.text import printable_lines
-from torchrl_grpo.tools import parse_tool_calls
+from torchrl_grpo.tools.toolbox import parse_tool_calls, prefill_of, without_thoughts
 
 _MAX_DIFFERENCE = 50.0
 """Difference of log-probs beyond which the exponential is meaningless."""
@@ -52,7 +52,7 @@ def strip_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
         "text": [printable_lines(part) for part in text],
         "sampled": sampled,
         "values": {name: column for name, column in values.items() if len(column) == len(text)},
-        "turns": _turns(text, sampled),
+        "turns": _turns(text, sampled, str(row.get("prompt") or "")),
     }
 
 
@@ -83,7 +83,7 @@ def _constant(value: float | None, sampled: Sequence[bool]) -> Numbers:
     return [] if value is None else [value if own else None for own in sampled]
 
 
-def _turns(text: Sequence[str], sampled: Sequence[bool]) -> list[dict[str, Any]]:
+def _turns(text: Sequence[str], sampled: Sequence[bool], prompt: str) -> list[dict[str, Any]]:
     turns = []
     start = 0
     count = 0
@@ -92,7 +92,9 @@ def _turns(text: Sequence[str], sampled: Sequence[bool]) -> list[dict[str, Any]]
         size = f"{end - start:,} token{'s' if end - start > 1 else ''}"
         if own:
             count += 1
-            calls = [call.name or "a tool" for call in parse_tool_calls("".join(text[start:end]))]
+            prefill = prefill_of(prompt + "".join(text[:start]))
+            turn = without_thoughts("".join(text[start:end]), prefill)
+            calls = [call.name or "a tool" for call in parse_tool_calls(turn)]
             label = f"turn {count}, {size}"
             if calls:
                 label += f", calls {printable_lines(', '.join(calls))}"

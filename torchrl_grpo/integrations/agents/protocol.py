@@ -19,7 +19,7 @@ from torchrl_grpo.host.text import replace_lone_surrogates
 from torchrl_grpo.images import ImageFile, text_of
 from torchrl_grpo.integrations import anthropic
 from torchrl_grpo.tasks.base import Dialog, Message, TurnLimits
-from torchrl_grpo.tools.toolbox import Parser, ToolCall
+from torchrl_grpo.tools.toolbox import Parser, ToolCall, without_thoughts
 
 CHAT, TEXT, ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 PATHS = (CHAT, TEXT, ANTHROPIC)
@@ -458,11 +458,11 @@ class Answer:
                 position, stop = min(stops)
                 text = text[:position]
             if request.tools:
-                calls = _sampled_calls(parser(dialog.raw), number)
+                calls = _sampled_calls(parser(dialog.speech), number)
         if calls:
             reason = "tool_calls"
-            before, tag, _ = text.partition("<tool_call>")
-            text = before.strip() if tag else ""
+            start = without_thoughts(text, dialog.prefill).find("<tool_call>")
+            text = text[: max(start, 0)].strip()
         return cls(request, text, calls, reason, dialog, number, stop)
 
     @property

@@ -557,7 +557,18 @@ class GRPOLoss(LossModule):
         out["kl_to_inference"] = out["kl_k3_to_inference"]
         if "kl_k3_to_ref" in out:
             out["kl_to_ref"] = out["kl_k3_to_ref"]
-        return GRPOLossOutput(out)
+        selected = self._out_keys_apparent
+        return GRPOLossOutput(out if selected is None else {name: out[name] for name in selected})
+
+    def select_out_keys(self, *out_keys: str) -> GRPOLoss:
+        """Return only these outputs from here on. TorchRL's own needs a batch with all in_keys."""
+        self.out_keys = list(out_keys)
+        return self
+
+    def reset_out_keys(self) -> GRPOLoss:
+        """Return all outputs again."""
+        self._out_keys_apparent = None
+        return self
 
     def _read_tokens(self, data: TensorDictBase) -> _Tokens:
         """Return the common inputs of the terms from a batch that the actor network has scored."""

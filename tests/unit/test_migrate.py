@@ -675,9 +675,22 @@ def test_devices_of_an_allocation_are_those_of_the_roles(tmp_path: Path) -> None
     assert [ours[name] for name in names] == [8, 4, 2]
 
 
+ALIASES = "a0: &a0 [1, 1, 1]\n" + "\n".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)
+)
+NAMES_OF_NAMES = "a0 = 1\n" + "\n".join(
+    f"a{i} = [{', '.join([f'a{i - 1}'] * 9)}]" for i in range(1, 12)
+)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        ("bomb.yaml", ALIASES, "more than 100,000 values"),
+        ("loop.yaml", "a: &a\n  b: *a", "inside more than 100"),
+        ("bomb.py", f"{NAMES_OF_NAMES}\nGRPOConfig(beta=a11)", "more than 100,000 values"),
+        ("minus.py", f"GRPOConfig(beta={50_000 * '-'}1)", "nested too deeply"),
+        ("t.yaml", "num_generations: 8\nreward_funcs: [5]", "t.yaml must have values"),
         ("a.yaml", "a: [1", "must be valid .yaml, but it is not: while parsing"),
         ("a.toml", "a = ", "must be valid .toml, but it is not: Invalid value"),
         ("a.py", "GRPOConfig(", "must be valid .py, but it is not: '(' was never closed"),
@@ -705,6 +718,24 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(
         and error.count("\n") == 1
         and message in error
     )
+
+
+def test_references_to_references_do_not_grow(tmp_path: Path) -> None:
+    lines = [f"a{i}: {10 * f'${{a{i + 1}}}'}" for i in range(9)]
+    lines += ["a9: x", "num_generations: ${oc.env:N,[}", "beta: ${a0}", "loss_type: grpo"]
+    assert len(output_of(tmp_path, "a.yaml", "\n".join(lines))) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.py", "GRPOTrainer('m', [], GRPOConfig(learning_rate=1e-6))"),
+        ("a.yaml", "data: {train_files: []}\nactor_rollout_ref: {model: {path: m}}"),
+    ],
+)
+def test_an_empty_list_is_no_value(name: str, text: str, tmp_path: Path) -> None:
+    unset = marked(output_of(tmp_path, name, text))
+    assert {"env.dataset", "env.reward"} <= set(unset)
 
 
 def test_a_missing_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

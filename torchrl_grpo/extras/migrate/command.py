@@ -56,6 +56,13 @@ def main(
         translation = translate(read(options.file), str(options.file), options.devices)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
+    except Exception as error:  # a value of a form that its library would not take either
+        why = f"{type(error).__name__}: {error}"
+        parser.exit(
+            2,
+            f"error: FILE={options.file} must have values as its library takes them, but one is "
+            f"different ({why:.200}): remove it, or fix it.\n",
+        )
     (file or sys.stdout).write(report(translation, width or shutil.get_terminal_size().columns))
 
 

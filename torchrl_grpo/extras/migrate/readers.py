@@ -23,6 +23,12 @@ _OTHERS = {
     "slime": r"--rollout-batch-size|--actor-num-gpus-per-node",
 }
 """Patterns that identify files of unsupported libraries, by library."""
+_MOST_VALUES = 100_000
+"""Largest number of values in a file, counting those of an alias each time."""
+_DEEPEST = 100
+"""Largest number of tables and lists around a value."""
+_LONGEST = 10_000
+"""Largest number of characters in which references are resolved."""
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _REFERENCE = re.compile(r"\$\{(?:oc\.(select|env):)?\s*([\w.]+)\s*(?:,([^${}]*))?\}")
 
@@ -55,8 +61,11 @@ def read(path: Path) -> Settings:
     try:
         text = path.read_text(encoding="utf-8")
         data = _parse(path.suffix.lower(), text)
-    except (yaml.YAMLError, ValueError, SyntaxError, RecursionError) as error:
-        why = " ".join(str(error).split())
+        _check_size(data)
+    except (yaml.YAMLError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        why = (
+            " ".join(str(error).split()) or "it is nested too deeply"
+        )  # a MemoryError of Python's parser
         raise ValueError(
             f"FILE={path} must be valid {path.suffix or 'yaml'}, but it is not: {why}."
         ) from error
@@ -132,9 +141,31 @@ def _parse(suffix: str, text: str) -> Any:
     return yaml.safe_load(text)
 
 
+def _check_size(data: Any) -> None:
+    """Refuse values that are too many, as those of nested aliases, or nested too deeply, as in
+    themselves.
+
+    Raises:
+        ValueError: they are.
+    """
+    waiting = [(data, 0)]
+    for _ in range(_MOST_VALUES):
+        if not waiting:
+            return
+        node, depth = waiting.pop()
+        if depth > _DEEPEST:
+            raise ValueError(f"a value is inside more than {_DEEPEST} tables and lists")
+        inner = node.values() if isinstance(node, Mapping) else node
+        if isinstance(node, Mapping | list | tuple):
+            waiting += [(value, depth + 1) for value in inner]
+    raise ValueError(f"it has more than {_MOST_VALUES:,} values, counting each alias")
+
+
 def _flat(node: Mapping[Any, Any], name: str = "") -> dict[str, Any]:
-    """Return the leaves of nested tables by dotted name, without missing values (``???``)."""
-    return {key: value for key, value in dotted(node, name) if key and value != "???"}
+    """Return the leaves of nested tables by dotted name, without missing values (``???``) and empty
+    lists.
+    """
+    return {key: value for key, value in dotted(node, name) if key and value not in ("???", [])}
 
 
 def _resolve(value: Any, values: Mapping[str, Any]) -> Any:
@@ -142,13 +173,19 @@ def _resolve(value: Any, values: Mapping[str, Any]) -> Any:
     values.
     """
     for _ in range(8):
-        if not isinstance(value, str) or not (match := _REFERENCE.search(value)):
+        if not isinstance(value, str) or len(value) > _LONGEST:
+            break
+        match = _REFERENCE.search(value)
+        if match is None:
             break
         kind, key, default = match.groups()
         if key in values and kind != "env":
             other = values[key]
         elif kind and default is not None:
-            other = yaml.safe_load(default)
+            try:
+                other = yaml.safe_load(default)
+            except yaml.YAMLError:
+                break
         else:
             break
         value = other if match[0] == value else value.replace(match[0], str(other))

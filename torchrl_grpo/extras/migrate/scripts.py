@@ -89,6 +89,8 @@ def read_python(text: str) -> dict[str, Any]:
     return {**_data(script, trainer.get("train_dataset")), **settings}
 
 
+_MOST_VALUES = 100_000
+"""Largest number of expressions to evaluate, counting those of a name each time."""
 _TRAINERS = {
     "GRPO": ("model", "reward_funcs", "args", "train_dataset"),
     "AsyncGRPO": ("model", "reward_funcs", "args", "train_dataset"),
@@ -129,6 +131,7 @@ class _Script:
                 self.importable |= {
                     target.id for target in statement.targets if isinstance(target, ast.Name)
                 }
+        self._evaluated = 0
         self._assigned: dict[str, ast.expr | None] = {}
         for node in self._nodes:
             self._note(node)
@@ -175,6 +178,11 @@ class _Script:
 
     def value(self, node: ast.expr) -> Any:
         """Evaluate an expression of literals, names of constants and arithmetic on numbers."""
+        self._evaluated += 1
+        if self._evaluated > _MOST_VALUES:
+            raise ValueError(
+                f"it has more than {_MOST_VALUES:,} values, counting each use of a name"
+            )
         source = self.source(node)
         if isinstance(source, ast.BinOp) and type(source.op) in _ARITHMETIC:
             return _arithmetic(source, self.value(source.left), self.value(source.right))
@@ -195,7 +203,7 @@ class _Script:
             return Unknown(ast.unparse(node))
         try:
             return ast.literal_eval(source)
-        except (ValueError, TypeError, SyntaxError):
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             return Unknown(ast.unparse(node))
 
     def arguments(self, call: ast.Call) -> dict[str, Any]:
@@ -477,7 +485,7 @@ def _compute(text: str, variables: Mapping[str, str]) -> Iterator[int]:
     try:
         script = _Script(ast.parse(assignments))
         value = script.value(ast.parse(text.replace("/", "//"), mode="eval").body)
-    except SyntaxError:
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
         return
     if isinstance(value, int):
         yield value

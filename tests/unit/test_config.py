@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from torchrl_grpo.config import (
     validate,
 )
 from torchrl_grpo.errors import LearnerLostError, WaitedTooLongError, WorkersLostError
+from torchrl_grpo.extras.hints.resume import resume_command
+from torchrl_grpo.host import interrupts
 
 CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("*.yaml"))
 
@@ -452,6 +455,41 @@ def test_a_run_that_is_lost_ends_with_its_message(
         raise error("all engines are gone.")
     assert ended.value.code == 1
     assert capsys.readouterr().err == "\nerror: all engines are gone.\n"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), WorkersLostError("gone")])
+def test_how_to_resume_is_the_last_line(
+    error: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error.add_note("Resume with:\ngrpo train.resume=auto")
+    with pytest.raises(SystemExit), orderly_exit():
+        raise error
+    assert capsys.readouterr().err.endswith("Resume with:\ngrpo train.resume=auto\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "checkpoint", "command"),
+    [
+        (
+            ["python", "grpo.py", "env.prompt_template={x} it's", "train.resume=old", "seed=1"],
+            "/a/run/checkpoints/checkpoint_000002",
+            """python grpo.py 'env.prompt_template={x} it'"'"'s' seed=1 train.resume=auto hydra.run.dir=/a/run""",
+        ),
+        (
+            ["grpo", "hydra.run.dir=/a/run"],
+            "/my runs/checkpoint_000002",
+            """grpo hydra.run.dir=/a/run 'train.resume='"'"'/my runs/checkpoint_000002'"'"''""",
+        ),
+        (["grpo", "-m", "seed=1,2"], "/a/run/checkpoint_000002", "train.resume=/a/run/checkpoint_000002"),
+    ],
+)  # fmt: skip
+def test_the_command_that_resumes_can_be_pasted(
+    words: list[str], checkpoint: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", words)
+    with interrupts.watched():
+        assert resume_command(Path(checkpoint), Path("/a/run")) == command
+    assert resume_command(Path(checkpoint), Path("/a/run")) == f"train.resume={checkpoint}"
 
 
 def test_an_error_of_an_unknown_kind_keeps_its_traceback() -> None:

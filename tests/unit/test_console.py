@@ -92,21 +92,27 @@ def test_an_evaluation_alone_ends_with_its_accuracy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("done", "total", "evaluates", "message"),
+    ("done", "total", "tests", "evaluates", "message"),
     [
-        (0, 8, True, "evaluating 400 problems before the first step"),
-        (0, 8, False, "running the first rollout"),
-        (4, 8, False, "running the next rollout"),
-        (0, 0, True, "evaluating 400 problems"),
+        (0, 8, 400, True, "evaluating 400 problems before the first step"),
+        (0, 8, 0, True, "running the first rollout"),
+        (0, 8, 400, False, "running the first rollout"),
+        (4, 8, 400, False, "running the next rollout"),
+        (0, 0, 400, True, "evaluating 400 problems"),
     ],
 )
 def test_slow_work_before_the_first_step_is_announced(
-    done: int, total: int, evaluates: bool, message: str, monkeypatch: pytest.MonkeyPatch
+    done: int,
+    total: int,
+    tests: int,
+    evaluates: bool,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(startup, "say", lines.append)
     console = Console(file=io.StringIO())
-    console.problems(8, 400, "1+1=")
+    console.problems(8, tests, "1+1=")
     console.start(done, total, evaluates=evaluates)
     assert lines == [message]
 

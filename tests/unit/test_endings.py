@@ -168,7 +168,7 @@ def test_time_that_is_over_before_the_first_step_names_no_checkpoint(
     newest = at(tmp_path / "b", 2)
     assert (
         messages[-1]
-        == f"train.time_limit=0.001 ended the run after step 2. Resume with train.resume={newest}"
+        == f"train.time_limit=0.001 ended the run after step 2. Resume with:\ntrain.resume={newest}"
     )
 
 

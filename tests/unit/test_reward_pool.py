@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -30,11 +32,12 @@ from torchrl_grpo.collectors.sampler import RolloutTask, Sampler
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.host import progress
 from torchrl_grpo.reward_pool import RESTARTS, TIMED_OUT, Failure, RewardPool, slot
 from torchrl_grpo.reward_pool.protocol import decode, encode
 from torchrl_grpo.runtime.actors import Actor, make_seeded
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
-from torchrl_grpo.tasks.base import Dialog, Problem, Score, Turn, TurnLimits
+from torchrl_grpo.tasks.base import Dialog, Problem, Score, Task, Turn, TurnLimits
 from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 
 
@@ -366,6 +369,29 @@ def test_an_env_marks_what_has_no_score_and_logs_each_kind_once(
         and "reward_timeout_s=1" in logged[1]
         and "status 3" in logged[2]
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scorer", ["own", "function", "pool"])
+def test_scoring_that_takes_long_logs_how_far_it_is(
+    scorer: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    monkeypatch.setattr(logging.getLogger("torchrl"), "info", lines.append)
+    task: Task = ObedientTask()
+    if scorer == "function":
+        task = WithRewards(task, make_rewards(lambda response: float(response)))
+    pool = RewardPool(task, 1, timeout_s=9.0) if scorer == "pool" else None
+    env = LLMEnv(task, tokenizer, num_envs=4, repeats=2, reward_pool=pool)
+    with pool or nullcontext():
+        responses = [[*tokenizer(text)["input_ids"], END] for text in "4255"]
+        after = respond(env, env.reset(), responses)
+    assert column(after, "reward") == [4.0, 2.0, 5.0, 5.0]
+    assert [line.partition(",")[0] for line in lines] == [
+        f"scored {done} of 4 responses" for done in (1, 2, 3)
+    ]
+    assert all("env.reward_workers" in line for line in lines)
 
 
 def test_environments_of_one_task_log_a_failure_once_between_them(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -169,17 +170,17 @@ def test_sigterm_ends_a_run_in_order_and_its_resume_line_works(
     [folder] = (tmp_path / "outputs").glob("*/*")
     [checkpoint] = (folder / "checkpoints").glob("checkpoint_*")
     assert (folder / "report.html").exists()
-    for log in (tmp_path / "printed", folder / "grpo.log"):
-        assert f"Resume with train.resume={checkpoint}" in log.read_text()
+    last_line = (tmp_path / "printed").read_text().splitlines()[-1]
+    python, script, *words = shlex.split(last_line)
+    assert (python, script) == (sys.executable, str(SYNC))
+    assert {"train.resume=auto", f"hydra.run.dir={folder}"} < {*words}
 
     step = int(checkpoint.stem.removeprefix("checkpoint_"))
-    status = run_here(
-        SYNC, *arguments, f"train.total_dialog_turns={16 * (step + 2)}", f"train.resume={checkpoint}",
-        f"hydra.run.dir={tmp_path / 'rest'}",
-    )  # fmt: skip
-    assert status == 0
+    length = "train.total_dialog_turns="
+    words = [f"{length}{16 * (step + 2)}" if word.startswith(length) else word for word in words]
+    assert run_here(SYNC, *words) == 0
     assert f"Resuming after step {step:,} from" in capfd.readouterr().out
-    rows = [
-        json.loads(line) for line in (tmp_path / "rest" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [row["step"] for row in rows] == [step, step + 1, step + 2]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [*range(step + 3)]
+    recorded = json.loads((folder / "environment.json").read_text())["command"]
+    assert shlex.split(recorded)[:2] == sys.orig_argv[:2]  # of this process, which resumed the run

@@ -69,11 +69,10 @@ class Run:
         checkpointer = self._checkpointer()
         try:
             outputs = self._train(checkpointer)
-        except BaseException:
-            torchrl_logger.warning(
-                f"The run ended early. Output is in {self.directory}."
-                f"{self._resume_hint(checkpointer)}"
-            )
+        except BaseException as error:
+            torchrl_logger.warning(f"The run ended early. Output is in {self.directory}.")
+            if hint := self._resume_hint(checkpointer):
+                error.add_note(hint.lstrip())  # the last line
             raise
         finally:
             report = self._report()
@@ -102,7 +101,9 @@ class Run:
         """Describe how to resume from the last checkpoint, if there is one."""
         resume = self.blueprint.resume
         path = checkpointer.latest() or (None if resume is None else resume.path)
-        return "" if path is None else f" Resume with train.resume={path}"
+        if path is None:
+            return ""
+        return f" Resume with:\n{load_extra('resume_command')(path, self.directory)}"
 
     def writes(self) -> Writes:
         """Return the checkpoints and models that the run has yet to write."""

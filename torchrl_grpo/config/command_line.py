@@ -506,6 +506,12 @@ def _stalled() -> bool:
     return interrupts.status() == STALLED_STATUS
 
 
+def _exit(error: BaseException, message: str, status: Any) -> NoReturn:
+    """End the process with a message and the notes of an error, such as how to resume the run."""
+    sys.stderr.write(message + "".join(f"{note}\n" for note in getattr(error, "__notes__", ())))
+    sys.exit(status)
+
+
 @contextmanager
 def orderly_exit() -> Iterator[None]:
     """Turn errors and signals into messages and exit statuses.
@@ -520,32 +526,29 @@ def orderly_exit() -> Iterator[None]:
         try:
             yield
         except ConfigError as error:
-            sys.stderr.write(f"\nerror: {printable_lines(str(error))}\n")
-            sys.exit(2)
+            _exit(error, f"\nerror: {printable_lines(str(error))}\n", 2)
         except (HydraException, OmegaConfBaseException) as error:
-            sys.stderr.write(f"\nerror: {_explain(error, sys.argv[1:])}\n")
-            sys.exit(2)
+            _exit(error, f"\nerror: {_explain(error, sys.argv[1:])}\n", 2)
         except RunLostError as error:
-            sys.stderr.write(f"\nerror: {printable_lines(str(error))}\n")
-            sys.exit(interrupts.status() if _stalled() else 1)
-        except KeyboardInterrupt:
+            message = f"\nerror: {printable_lines(str(error))}\n"
+            _exit(error, message, STALLED_STATUS if _stalled() else 1)
+        except KeyboardInterrupt as error:
             status = interrupts.status() or 130
-            if status == 130:
-                sys.stderr.write("\ninterrupted\n")
-            sys.exit(status)
+            _exit(error, "\ninterrupted\n" if status == 130 else "", status)
         except OSError as error:
             if not is_full(error):
                 raise
             file = error.filename or "a file of the run"
-            sys.stderr.write(
+            _exit(
+                error,
                 f"\nerror: the disk is full, so {file} cannot be written: free some space, or use "
-                "another hydra.run.dir.\n"
+                "another hydra.run.dir.\n",
+                1,
             )
-            sys.exit(1)
-        except BaseException:
+        except BaseException as error:
             # Already reported. Ray replaces an error that is raised while it waits.
             if _stalled():
-                sys.exit(STALLED_STATUS)
+                _exit(error, "", STALLED_STATUS)
             raise
         finally:
             end()

@@ -26,6 +26,7 @@ from torchrl_grpo.checks import check_multiple
 from torchrl_grpo.envs.dialog_state import DialogState, Outcome, SampleState
 from torchrl_grpo.envs.prompts import USER, Prompts
 from torchrl_grpo.envs.specs import transition_specs
+from torchrl_grpo.host.progress import scoring
 from torchrl_grpo.images import (
     Prompt,
     Spans,
@@ -527,7 +528,7 @@ class LLMEnv(EnvBase):
                 if future is not None and received is dialog
                 else self.reward_pool.submit(dialog)
             )
-        return [future.result() for future in futures]
+        return [*scoring((future.result() for future in futures), len(futures))]
 
     def _take_turn(self, state: DialogState, dialog: Dialog, turn: Turn | Failure) -> Tensor | None:
         """End a dialog, or append the task's reply to it.

@@ -34,6 +34,7 @@ EXTRAS = {
     "same_as": "torchrl_grpo.extras.peers:same_as",  # in the error for an unknown key
     "served_teacher": "torchrl_grpo.integrations.served_teacher:ServedTeacher",  # teacher.address
     "set_weight_sync": "torchrl_grpo.integrations.weight_sync:set_weight_sync",
+    "resume_command": "torchrl_grpo.extras.hints.resume:resume_command",  # after Ctrl-C
     "start_service": "torchrl_grpo.extras.trackers.services:start_service",
     "summary": "torchrl_grpo.extras.report.ending:print_end",  # at the end of a run
     "sweep_report": "torchrl_grpo.extras.report.sweep_report:write_sweep",  # at the end of a multirun

@@ -135,7 +135,7 @@ class Console(AbstractContextManager["Console"]):
             evaluates: whether the run begins with an evaluation.
         """
         self._started_at = time.monotonic()
-        if not sequences_total or (evaluates and not sequences_done):
+        if not sequences_total or (evaluates and not sequences_done and self._num_tests):
             before = " before the first step" if sequences_total else ""
             activity = f"evaluating {self._num_tests:,} problems{before}"
         else:

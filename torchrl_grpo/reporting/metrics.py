@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -287,7 +288,7 @@ def _write_environment(directory: Path) -> None:
     if torch.cuda.is_initialized():
         names = sorted({torch.cuda.get_device_name(i) for i in range(count)})
     facts = {
-        "command": " ".join(sys.argv),
+        "command": shlex.join(sys.orig_argv),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "threads": torch.get_num_threads(),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
 from torchrl_grpo.host.interrupts import delivered
+from torchrl_grpo.host.progress import scoring
 from torchrl_grpo.images import ImageFile, place_images
 from torchrl_grpo.rewards.spec import PartWeights
 from torchrl_grpo.tools.toolbox import without_thoughts
@@ -370,7 +371,7 @@ class Task(ABC):
         return with_scores(
             dialogs,
             answers(self, dialogs),
-            lambda done: [attempt(self.judge, dialog) for dialog in done],
+            lambda done: [*scoring((attempt(self.judge, dialog) for dialog in done), len(done))],
         )
 
     def close(self, episode: str) -> None:  # noqa: B027  # most tasks keep nothing

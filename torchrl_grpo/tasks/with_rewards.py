@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.host.event_loop import event_loop
 from torchrl_grpo.host.interrupts import delivered
+from torchrl_grpo.host.progress import scoring
 from torchrl_grpo.images import ImageFile
 from torchrl_grpo.rewards.forms import RewardFunction
 from torchrl_grpo.rewards.functions import load_function
@@ -132,12 +133,13 @@ class Rewards:
         return future
 
     def score_all(
-        self, dialogs: Iterable[Dialog], timeout_s: float | None = None
+        self, dialogs: Sequence[Dialog], timeout_s: float | None = None
     ) -> list[Score | Exception]:
         """Return the scores of dialogs in order, or the errors; asynchronous functions run for all
         dialogs at once.
         """
-        futures = [self.start(dialog, timeout_s) for dialog in dialogs]
+        starting = (self.start(dialog, timeout_s) for dialog in dialogs)
+        futures = [*scoring(starting, len(dialogs))]
         return [
             error if isinstance(error := f.exception(), Exception) else f.result() for f in futures
         ]

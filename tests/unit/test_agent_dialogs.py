@@ -481,6 +481,31 @@ def test_a_chat_that_no_template_can_take_costs_its_own_dialog(starter):
     ] == ["BadRequestError"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", [0, 1])
+def test_an_agent_s_message_that_the_template_drops_costs_its_own_dialog(starter, turn):
+    started = count()
+    without = AutoTokenizer.from_pretrained(starter_path())
+    without.chat_template = (
+        "{% set kept = messages | rejectattr('role', 'equalto', 'system') | list %}"
+        + without.chat_template.replace("messages", "kept")
+    )
+
+    async def play(client, problem):
+        instructs = next(started) == 0
+        for number in range(2):
+            chat = [{"role": "user", "content": f"question {number}"}]
+            if instructs and number == turn:
+                chat.insert(0, {"role": "system", "content": "Be brief."})
+            await client.chat.completions.create(model="policy", messages=chat)
+        return 1.0
+
+    batch = collector((starter[0], without), agent_task(play)).rollout()
+    errors = [str(row[keys.REWARD_ERROR]) for row in batch.unbind(0) if keys.REWARD_ERROR in row]
+    assert errors and all("model.chat_template=" in error for error in errors)
+    assert batch[keys.REWARD].sum() == 7
+
+
 @pytest.mark.parametrize("limit", [2, None])
 def test_a_turn_that_an_agent_s_own_limit_cuts_is_truncated(starter, limit):
     reasons: list[str] = []

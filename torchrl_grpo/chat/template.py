@@ -22,7 +22,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from torchrl_grpo.host.clock import run_date
 from torchrl_grpo.host.text import LONE_SURROGATE, printable, replace_lone_surrogates
-from torchrl_grpo.host.trees import with_texts
 
 Message = Mapping[str, Any]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern of transformers
@@ -203,7 +202,7 @@ class ChatEncoder:
         """
         marks: dict[str, str] = {}
 
-        def marked(text: Any, what: str) -> Any:
+        def with_mark(text: Any, what: str) -> Any:
             if not isinstance(text, str) or not text.strip():
                 return text
             mark = _MARK.format(len(marks))
@@ -213,22 +212,23 @@ class ChatEncoder:
         whole = []
         for message in chat:
             message = dict(message)
-            which = f"of each message, but it leaves out one with the role {message['role']!r}"
+            which = f"of each message, but it leaves out one with the role {message.get('role')!r}"
             if isinstance(content := message.get("content"), list):
                 message["content"] = [
-                    {**part, "text": marked(part["text"], f"the content {which}")}
-                    if "text" in part
+                    {**part, "text": with_mark(part["text"], f"the content {which}")}
+                    if isinstance(part, Mapping) and "text" in part
                     else part
                     for part in content
                 ]
             elif content:
-                message["content"] = marked(content, f"the content {which}")
+                message["content"] = with_mark(content, f"the content {which}")
             if isinstance(calls := message.get("tool_calls"), list | tuple):
                 message["tool_calls"] = [
-                    with_arguments(call, True, marked("?", f"tool_calls {which}")) for call in calls
+                    with_arguments(call, True, with_mark("?", f"tool_calls {which}"))
+                    for call in calls
                 ]
             whole.append(self._with_call_form(message))
-        form = (*(message["role"] for message in chat), len(marks), bool(tools))
+        form = (*(message.get("role") for message in chat), len(marks), bool(tools))
         if form in self._complete:
             return
         arguments = {**self.arguments, **arguments}
@@ -272,7 +272,7 @@ class ChatEncoder:
             for index, message in enumerate(chat)
         ]
         chat = [
-            with_texts(
+            _with_texts(
                 self._with_call_form(message), replace_lone_surrogates if trusts else self._escape
             )
             for message, trusts in zip(chat, trusted, strict=True)
@@ -284,7 +284,7 @@ class ChatEncoder:
         # left alone, because templates depend on them.
         without_signs = [
             {
-                key: entry if trusts or key == "role" else with_texts(entry, self._without_signs)
+                key: entry if trusts or key == "role" else _with_texts(entry, self._without_signs)
                 for key, entry in message.items()
             }
             for message, trusts in zip(chat, trusted, strict=True)
@@ -412,6 +412,19 @@ def with_arguments(call: Any, as_object: bool, mark: str = "") -> Any:
         arguments = json.dumps(arguments, ensure_ascii=False)
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a nested value with a function applied to each text in it, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {
+            _with_texts(key, change): _with_texts(entry, change) for key, entry in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_with_texts(entry, change) for entry in value]
+    return value
 
 
 _MAX_CACHED = 1000

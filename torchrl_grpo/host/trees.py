@@ -1,8 +1,8 @@
-"""Nested mappings, such as configs: flat views, and their texts."""
+"""Flat views of nested mappings, such as configs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -39,14 +39,3 @@ def inner_nodes(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in node.items() if isinstance(node, Mapping) else ():
         yield f"{prefix}{key}", value
         yield from inner_nodes(value, f"{prefix}{key}.")
-
-
-def with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a nested value with a function applied to each text in it, keys included."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {with_texts(key, change): with_texts(entry, change) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [with_texts(entry, change) for entry in value]
-    return value

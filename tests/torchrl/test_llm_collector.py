@@ -12,10 +12,12 @@ from tensordict import TensorDict
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import ParallelEnv, SerialEnv, Transform, TransformedEnv
+from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss as TorchRLLoss
+from torchrl.testing import DummyStrDataLoader
 
 from tests.support.echo import EchoTask, TwoTurnTask
 from tests.support.envs import END, ScriptedEngine
@@ -236,15 +238,29 @@ def test_another_environment_or_policy_is_refused(tokenizer, tiny_model):
 # Environments
 
 
-class SameLength(EchoTask):
+class AllLengths(EchoTask):
     def problems(self, split):
-        return [Problem(letter, letter) for letter in "abcdef"]
+        return [Problem("abcdef"[: 1 + length], "a") for length in range(6)]
 
 
 def test_specs_with_reference_log_probs_are_right(tokenizer, tiny_model):
     check_env_specs(
-        TransformedEnv(make_env(tokenizer, SameLength()), KLScoring(TokenScorer(tiny_model)))
+        TransformedEnv(make_env(tokenizer, AllLengths()), KLScoring(TokenScorer(tiny_model)))
     )
+
+
+@pytest.mark.parametrize("input_mode", ["tokens", "history"])
+def test_a_chat_env_is_refused_with_what_plays_it(tokenizer, tiny_model, input_mode):
+    env = ChatEnv.from_dataloader(
+        dataloader=DummyStrDataLoader(2),
+        batch_size=2,
+        group_repeats=True,
+        input_mode=input_mode,
+        tokenizer=tokenizer,
+    )
+    policy = GenerationPolicy(TransformersEngine(tiny_model), SamplingParams(max_new_tokens=2))
+    with pytest.raises(ValueError, match="LLMEnv, or TransformersWrapper"):
+        policy(env.reset())
 
 
 @pytest.mark.parametrize("batched", [SerialEnv, ParallelEnv])

@@ -503,7 +503,7 @@ def test_clip_bounds_can_be_scheduled(padded_batch: TensorDict, trained: PreTrai
         assert total(loss(padded_batch)).item() == total(same(padded_batch)).item() > wide
 
 
-def test_functional_call_with_other_parameters(
+def test_scorer_and_loss_compute_with_other_parameters(
     padded_batch: TensorDict, starter: PreTrainedModel, trained: PreTrainedModel
 ) -> None:
     loss = GRPOLoss(TokenScorer(copy.deepcopy(starter)))
@@ -516,6 +516,11 @@ def test_functional_call_with_other_parameters(
     assert total(loss(padded_batch)).item() == own != total(inside).item()
     gradient = torch.autograd.grad(total(inside), trained.parameters())
     torch.testing.assert_close(gradient, torch.autograd.grad(total(expected), trained.parameters()))
+    called = torch.func.functional_call(
+        loss.actor_network, dict(TokenScorer(trained).named_parameters()), (padded_batch.copy(),)
+    )
+    scores = TokenScorer(trained)(padded_batch.copy())
+    torch.testing.assert_close(called[keys.CUR_LOG_PROBS], scores[keys.CUR_LOG_PROBS])
 
 
 def assert_compiled_equals_eager(loss: GRPOLoss, batch: TensorDictBase, **settings: Any) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.checkpoint import Checkpoint
 from torchrl.collectors import BaseCollector
+from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import StepCounter, TransformedEnv, VecNormV2
 from torchrl.trainers import Trainer, UpdateWeights
@@ -205,9 +207,16 @@ def test_what_ends_the_background_sampling_is_raised(tokenizer, tiny_model):
 
 
 @pytest.mark.slow
-def test_a_trainers_checkpoint_goes_on_as_an_uninterrupted_run(tokenizer, tiny_model, tmp_path):
-    def make(model: Any) -> tuple[Trainer, RolloutCollector, Logger]:
-        collector = make_collector(tokenizer, model, postproc=GroupAdvantage(2))
+@pytest.mark.parametrize("unified", [False, True])
+def test_a_trainers_checkpoint_goes_on_as_an_uninterrupted_run(
+    tokenizer, tiny_model, tmp_path, unified
+):
+    """The engine has weights of its own, which come from the trained model also when it resumes."""
+
+    def make() -> tuple[Trainer, Logger]:
+        model = copy.deepcopy(tiny_model)
+        collector = make_collector(tokenizer, copy.deepcopy(tiny_model), postproc=GroupAdvantage(2))
+        collector.policy.register_model(model)
         logger = Logger()
         trainer = Trainer(
             collector=collector,
@@ -219,22 +228,73 @@ def test_a_trainers_checkpoint_goes_on_as_an_uninterrupted_run(tokenizer, tiny_m
             progress_bar=False,
             logger=logger,
             log_interval=1,
+            save_trainer_file=tmp_path / "checkpoint",
+            checkpoint=Checkpoint() if unified else None,
         )
-        UpdateWeights(collector, 1, policy_weights_getter=lambda: model).register(trainer)
-        return trainer, collector, logger
+        UpdateWeights(collector, 1).register(trainer)
+        return trainer, logger
 
-    whole, _, logger = make(copy.deepcopy(tiny_model))
+    whole, logger = make()
     whole.train()
-    first, collector, _ = make(copy.deepcopy(tiny_model))
+    first, _ = make()
     first.total_frames = 4
-    collector.shutdown = lambda: None  # otherwise the engine's random state is gone
     first.train()
     state = copy.deepcopy(first.state_dict())
-    second, collector, resumed = make(copy.deepcopy(tiny_model))
-    second.load_state_dict(state)
-    collector.update_policy_weights_(second.loss_module, collector.policy_version)
+    first.save_trainer(force_save=True)
+    second, resumed = make()
+    if unified:
+        second.load_from_file(tmp_path / "checkpoint")
+    else:
+        second.load_state_dict(state)
+        second.collector.update_policy_weights_(version=second.collector.policy_version)
     second.train()
     assert resumed.losses == pytest.approx(logger.losses[1:])
+    assert same_weights(second.loss_module.actor_network.model, second.collector.policy.model)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("ours", [False, True])
+def test_hooks_are_called_around_each_batch(tokenizer, tiny_model, ours, writes):
+    """TorchRL's own collector beside ours."""
+    calls: list[Any] = []
+    buffer = ReplayBuffer(storage=LazyStackStorage(64)) if writes else None
+
+    def postproc(batch: Any) -> Any:
+        calls.append("postproc")
+        return batch
+
+    def note(batch: Any) -> None:
+        calls.append(("after", batch.numel(), None if buffer is None else len(buffer)))
+
+    policy = GenerationPolicy(TransformersEngine(tiny_model), PARAMS)
+    rest = {"total_dialog_turns": 8, "replay_buffer": buffer, "postproc": postproc}
+    env = make_env(tokenizer)
+    collector: Any = (
+        RolloutCollector(env, policy, **rest)
+        if ours
+        else LLMCollector(env, policy=policy, dialog_turns_per_batch=4, flatten_data=True, **rest)
+    )
+    collector.pre_collect_hook = lambda: calls.append("before")
+    collector.set_post_collect_hook(note)
+    list(collector)
+    sizes = (0, 4) if writes else (None, None)
+    names = ("before", "postproc") if ours else ("postproc",)  # theirs forgets the first hook
+    assert calls == [call for size in sizes for call in (*names, ("after", 4, size))]
+
+
+def test_enable_profile_traces_the_rollouts_that_were_asked_for(tokenizer, tiny_model):
+    traces: list[Any] = []
+    collector = make_collector(tokenizer, tiny_model)
+    collector.enable_profile(
+        num_rollouts=2,
+        warmup_rollouts=1,
+        activities=["cpu"],
+        with_stack=False,
+        record_shapes=False,
+        on_trace_ready=traces.append,
+    )
+    assert len(list(collector)) == STEPS
+    assert len(traces) == 1 and len(traces[0].events()) > 100
 
 
 @pytest.mark.parametrize("nested", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -16,6 +16,7 @@ from torchrl.collectors.llm import LLMCollector
 from tests.support.echo import EchoTask
 from tests.support.envs import END, ScriptedEngine
 from tests.support.models import make_tiny_model
+from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation import GenerationPolicy, SamplingParams, TransformersEngine
 from torchrl_grpo.models import TokenScorer
@@ -36,6 +37,8 @@ def make_policy() -> GenerationPolicy:
 
 
 def make_collector(kind: str, tokenizer: Any, policy: GenerationPolicy) -> Any:
+    if kind == "rollout":
+        return RolloutCollector(make_env(tokenizer), policy)
     if kind == "llm":
         return LLMCollector(make_env(tokenizer), policy=policy, track_policy_version=True, **TURNS)
     schemes = {"policy": EngineWeightSyncScheme()} if kind == "scheme" else None
@@ -73,16 +76,25 @@ def test_a_collector_of_torchrl_brings_weights_to_the_engine(tokenizer, tiny_mod
         assert batch[key].unique().tolist() == [len(forms)]
 
 
-@pytest.mark.parametrize("kind", ["llm", "plain", "scheme"])
-def test_an_update_without_weights_is_refused_and_changes_no_version(tokenizer, kind):
+@pytest.mark.parametrize("kind", ["llm", "plain", "scheme", "rollout"])
+def test_an_update_without_weights_needs_a_registered_model(tokenizer, tiny_model, kind):
     policy = make_policy()
     collector = make_collector(kind, tokenizer, policy)
     next(iter(collector))
-    with pytest.raises(TypeError, match="needs the weights"):
-        collector.update_policy_weights_()
+    before = head(policy).clone()
+    collector.update_policy_weights_()  # the engine has the weights that it was made with
     with pytest.raises(RuntimeError, match="1 unknown"):
         collector.update_policy_weights_({"other": torch.ones(1)})
-    assert policy.engine.policy_version == collector.policy_version == 0
+    assert policy.engine.policy_version == 0 and torch.equal(head(policy), before)
+    collector.update_policy_weights_(tiny_model)
+    with pytest.raises(TypeError, match="register_model"):
+        collector.update_policy_weights_()
+    policy.register_model(tiny_model)
+    with torch.no_grad():
+        tiny_model.lm_head.weight += 1
+    collector.update_policy_weights_()
+    assert policy.engine.policy_version == 2
+    assert torch.equal(head(policy), tiny_model.lm_head.weight)
 
 
 def test_a_sender_pushes_the_model_to_its_collectors(tokenizer, tiny_model):
@@ -97,6 +109,11 @@ def test_a_sender_pushes_the_model_to_its_collectors(tokenizer, tiny_model):
     for policy in policies:
         assert torch.equal(head(policy), tiny_model.lm_head.weight)
         assert policy.engine.policy_version == 1
+    with torch.no_grad():
+        tiny_model.lm_head.weight += 1
+    for policy in policies:
+        policy.update_weights()  # those of the sender's model
+        assert torch.equal(head(policy), tiny_model.lm_head.weight)
 
 
 @pytest.mark.slow  # starts a process

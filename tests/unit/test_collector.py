@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.collectors import BaseCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import TransformedEnv
+from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 from tests.support.echo import EchoTask, TwoTurnTask
 from tests.support.envs import END, ScriptedEngine
+from tests.support.models import make_tiny_model
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.summary import response_lengths
@@ -281,13 +284,93 @@ def test_weights_reach_the_engine_and_the_next_batch(tokenizer):
     assert collector.rollout()["policy_version"].unique().tolist() == [3]
 
 
-def test_shutdown_twice_closes_once_and_ends_rollouts(tokenizer):
-    collector = make_collector(tokenizer)
+@pytest.mark.parametrize("is_made_here", [True, False])
+def test_shutdown_closes_only_an_engine_that_the_collector_has_made(tokenizer, is_made_here):
+    policy = GenerationPolicy(copies_of(), PARAMS)
+    env = LLMEnv(EchoTask(), tokenizer, num_envs=4, repeats=2)
+    how = {"policy_factory": lambda: policy} if is_made_here else {"policy": policy}
+    collector = RolloutCollector(env, **how)
     collector.shutdown()
     collector.shutdown()
-    assert collector.policy.engine.num_closed == 1 and collector.env.is_closed
+    assert policy.engine.num_closed == is_made_here and collector.env.is_closed
     with pytest.raises(RuntimeError, match="shut down"):
         collector.rollout()
+
+
+def test_a_policy_whose_engine_a_function_makes_has_one_engine(tokenizer):
+    made = []
+    policy = GenerationPolicy(lambda: made.append(copies_of()) or made[-1], PARAMS)
+    collector = RolloutCollector(LLMEnv(EchoTask(), tokenizer, num_envs=4, repeats=2), policy)
+    collector.rollout()
+    collector.rollout()
+    assert len(made) == 1 and len(made[0].calls) == 2
+
+
+def test_a_policy_may_be_part_of_a_sequence(tokenizer):
+    """Its neighbors run too, and its response is cut and received as without them."""
+    policy = GenerationPolicy(copies_of(), PARAMS)
+    before = TensorDictModule(lambda x: x + 1, in_keys=["group_id"], out_keys=["before"])
+    after = TensorDictModule(lambda x: 2 * x, in_keys=["before"], out_keys=["after"])
+    sequence = TensorDictSequential(before, TensorDictSequential(policy, after))
+    batches = []
+    for each in (policy, sequence):
+        env = LLMEnv(TwoTurnTask(), tokenizer, num_envs=4, repeats=2, max_turns=2)
+        collector = RolloutCollector(env, each)
+        collector.set_seed(3)
+        batches.append(collector.rollout())
+        collector.update_policy_weights_([("weight", torch.zeros(1))])
+    assert lists(batches[0], "tokens", "full") == lists(batches[1], "tokens", "full")
+    assert batches[1]["after"].tolist() == (2 * (batches[1]["group_id"] + 1)).tolist()
+    assert policy.engine.policy_version == 2
+
+
+def test_what_is_no_policy_or_engine_is_named_with_what_to_use(tokenizer, tiny_model):
+    env = LLMEnv(EchoTask(), tokenizer, num_envs=4, repeats=2)
+    for part in (tiny_model, "model", TensorDictSequential(before_nothing())):
+        with pytest.raises(ValueError, match=f"policy={type(part).__name__}.*GenerationPolicy"):
+            RolloutCollector(env, part)
+    with pytest.raises(ValueError, match="env=Qwen2ForCausalLM must be an LLMEnv"):
+        RolloutCollector(lambda: tiny_model, GenerationPolicy(copies_of(), PARAMS))
+    for part in (tiny_model, "model"):
+        with pytest.raises(ValueError, match=f"engine={type(part).__name__}.*TransformersEngine"):
+            GenerationPolicy(part, PARAMS)
+    with pytest.raises(ValueError, match=r"batch_size=\[0\]"):
+        GenerationPolicy(copies_of(), PARAMS)(env.reset()[:0])
+
+
+def before_nothing() -> TensorDictModule:
+    return TensorDictModule(lambda x: x, in_keys=["group_id"], out_keys=["same"])
+
+
+@pytest.mark.parametrize("version_type", ["int", "uuid"])
+def test_torchrls_policy_version_advances_with_the_engines(tokenizer, version_type):
+    transform = PolicyVersion(version_type=version_type)
+    env = LLMEnv(EchoTask(), tokenizer, num_envs=4, repeats=2)
+    policy = GenerationPolicy(copies_of(), PARAMS)
+    collector = RolloutCollector(TransformedEnv(env, transform), policy)
+    versions = [transform.version]
+    collector.update_policy_weights_([("weight", torch.zeros(1))])
+    versions.append(transform.version)
+    collector.increment_version()
+    versions.append(transform.version)
+    assert len(set(versions)) == 3
+    assert version_type == "uuid" or versions == [0, 1, collector.policy_version]
+
+
+def test_an_update_without_weights_brings_those_of_the_registered_model(tiny_model):
+    trained = make_tiny_model()
+    trained.lm_head.weight.data += 1
+    policy = GenerationPolicy(TransformersEngine(tiny_model), PARAMS)
+    policy.update_weights()
+    assert policy.engine.policy_version == 0  # the engine has the weights that it was made with
+    policy.register_model(trained)
+    assert "model" not in policy.state_dict() and not list(policy.parameters())
+    policy.update_weights()
+    assert policy.engine.policy_version == 1
+    assert torch.equal(policy.model.lm_head.weight, trained.lm_head.weight)
+    del trained
+    with pytest.raises(TypeError, match="register_model"):
+        policy.update_weights()
 
 
 def test_a_resumed_collector_goes_on_where_the_first_one_was(tokenizer):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl import torchrl_logger
-from torchrl.envs import RewardSum, TransformedEnv
+from torchrl.envs import Compose, RewardSum, StepCounter, TransformedEnv
 from torchrl.envs.utils import check_env_specs
 
 from tests.support.echo import EchoTask, TwoTurnTask
@@ -19,6 +19,7 @@ from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.tasks.base import Dialog, Problem, Score, attempt
+from torchrl_grpo.transforms import GroupAdvantage
 
 
 def prompts(data: TensorDict) -> list[list[int]]:
@@ -37,14 +38,15 @@ def test_torchrl_finds_the_specs_right(tokenizer, task):
     )
 
 
-def test_specs_are_right_inside_a_transformed_env(tokenizer):
-    class SameLength(EchoTask):
-        def problems(self, split):
-            return [Problem(letter, letter) for letter in "abcdef"]
+class AllLengths(EchoTask):
+    def problems(self, split):
+        return [Problem("abcdef"[: 1 + length], "a") for length in range(6)]
 
-    check_env_specs(
-        TransformedEnv(LLMEnv(SameLength(), tokenizer, num_envs=6, repeats=3), RewardSum())
-    )
+
+@pytest.mark.parametrize("task", [AllLengths(), TwoTurnTask()])
+def test_specs_are_right_inside_a_transformed_env(tokenizer, task):
+    env = LLMEnv(task, tokenizer, num_envs=6, repeats=3, max_turns=2)
+    check_env_specs(TransformedEnv(env, Compose(RewardSum(), StepCounter(), GroupAdvantage(3))))
 
 
 def test_reset_repeats_each_prompt_in_adjacent_rows(tokenizer, encode):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
-from torch.nn import ModuleList
+from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase, TransformedEnv
@@ -24,7 +24,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, cut_off
-from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.generation.policy import GenerationPolicy, generation_of
 from torchrl_grpo.generation.stops import completed_at, token_bytes
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.tasks.drawing import Drawn
@@ -44,6 +44,9 @@ class RolloutCounts:
 
 class RolloutCollector(BaseCollector):
     """Plays an ``LLMEnv`` with a ``GenerationPolicy``.
+
+    ``pre_collect_hook`` is called before each rollout, ``post_collect_hook`` with each batch after
+    ``postproc``, as by TorchRL's collectors.
 
     Each batch is a flat lazy stack of finished trajectories: whole groups, with adjacent members. A
     trajectory is one row, or one row per sample if the task begins several samples in it. The last
@@ -67,7 +70,8 @@ class RolloutCollector(BaseCollector):
 
     Args:
         env: an ``LLMEnv``, possibly in a ``TransformedEnv``, or a function that makes it.
-        policy: samples the responses; its engine receives the weights.
+        policy: samples the responses: a ``GenerationPolicy``, or a module that contains one, such as
+            a ``TensorDictSequential``. Its engine receives the weights.
 
     Keyword Args:
         policy_factory: function that makes the policy, instead of ``policy``.
@@ -132,12 +136,12 @@ class RolloutCollector(BaseCollector):
                 "RolloutCollector needs one of policy and policy_factory: use policy=policy."
             )
         env = env if isinstance(env, EnvBase) else env()
-        policy = policy_factory() if policy_factory is not None else policy
-        if not (isinstance(_base_env(env), LLMEnv) and isinstance(policy, GenerationPolicy)):
+        self._owns_policy = policy_factory is not None
+        policy = policy_factory() if policy_factory else policy
+        if not isinstance(_base_env(env), LLMEnv):
             raise ValueError(
-                f"env={type(_base_env(env)).__name__} must be an LLMEnv and "
-                f"policy={type(policy).__name__} a GenerationPolicy: use TorchRL's LLMCollector "
-                "for others, and num_envs for more rows."
+                f"env={type(_base_env(env)).__name__} must be an LLMEnv: use TorchRL's "
+                "LLMCollector for others, and num_envs for more rows."
             )
         if dialog_turns_per_batch is not None and dialog_turns_per_batch < 1:
             raise ValueError(
@@ -150,7 +154,8 @@ class RolloutCollector(BaseCollector):
                 "indefinitely."
             )
         self.env = env
-        self.policy = policy
+        self.policy: Any = policy
+        self.generation = generation_of(policy)
         # These three names are TorchRL's: __len__ and stats() of the base class read them.
         self.requested_frames_per_batch = dialog_turns_per_batch or env.batch_size[0]
         self.total_frames = total_dialog_turns
@@ -170,9 +175,9 @@ class RolloutCollector(BaseCollector):
         return _base_env(self.env)
 
     @property
-    def transforms(self) -> ModuleList:
+    def transforms(self) -> nn.ModuleList:
         """The transforms of the environment, of the outermost one first."""
-        transforms, env = ModuleList(), self.env
+        transforms, env = nn.ModuleList(), self.env
         while isinstance(env, TransformedEnv):
             transforms.append(env.transform)
             env = env.base_env
@@ -196,7 +201,7 @@ class RolloutCollector(BaseCollector):
     @property
     def policy_version(self) -> int:
         """Version of the weights that the engine has now."""
-        return self.policy.engine.policy_version
+        return self.generation.engine.policy_version
 
     def get_policy_version(self) -> int:
         """Return ``policy_version``."""
@@ -239,6 +244,8 @@ class RolloutCollector(BaseCollector):
             batch = self.rollout()
             if self.postproc is not None:
                 batch = self.postproc(batch)
+            if self.post_collect_hook is not None:
+                self.post_collect_hook(batch)
             if self.replay_buffer is None:
                 yield batch
             else:
@@ -262,6 +269,8 @@ class RolloutCollector(BaseCollector):
                 earlier one.
             ValueError: a prompt leaves no room for one token in the model's context.
         """
+        if self.pre_collect_hook is not None:
+            self.pre_collect_hook()
         with self._exclusive():
             if self._closed:
                 raise RuntimeError(
@@ -325,10 +334,10 @@ class RolloutCollector(BaseCollector):
     def _sample(self, data: TensorDictBase) -> TensorDictBase:
         """Sample the policy's next turn. Reward workers get each response when it finishes."""
         env = self.base_env
-        on_response = self.policy.on_response
-        policy = copy(self.policy)  # other collectors may be using it
+        on_response = self.generation.on_response
+        generation = copy(self.generation)  # other collectors may be using it
         if env.task.is_stateful:
-            policy.cut = self._cut
+            generation.cut = self._cut
 
         def receive(row: int, done: Completion) -> None:
             env.receive(row, done.tokens, done.finish_reason == "length", done.log_probs)
@@ -336,8 +345,8 @@ class RolloutCollector(BaseCollector):
                 on_response(row, done)
 
         if env.reward_pool is not None:
-            policy.on_response = receive
-        return policy(data)
+            generation.on_response = receive
+        return _replaced(self.policy, self.generation, generation)(data)
 
     def _cut(self, row: int, done: Completion) -> Completion:
         """Cut a row's response to the limits of the turn, before it is recorded."""
@@ -370,7 +379,8 @@ class RolloutCollector(BaseCollector):
         sampled with them.
 
         Args:
-            policy_or_weights: weights in any form that ``GenerationPolicy.update_weights`` takes.
+            policy_or_weights: weights in any form that ``GenerationPolicy.update_weights`` takes;
+                without any, those of the model of ``GenerationPolicy.register_model``.
             version: the engine's new ``policy_version``; by default the next one.
             weights: the same as ``policy_or_weights``.
             policy: the same as ``policy_or_weights``.
@@ -391,15 +401,26 @@ class RolloutCollector(BaseCollector):
         sources_set = [form for form in forms if form is not None]
         if len(sources_set) > 1:
             raise TypeError("update_policy_weights_() takes the weights once: use one argument.")
+        before = self.policy_version
         with self._exclusive():
-            self.policy.update_weights(sources_set[0] if sources_set else None, version)
+            self.generation.update_weights(sources_set[0] if sources_set else None, version)
+        if self.policy_version != before:
+            self._advance_versions()
 
     def increment_version(self) -> None:
         """Raise the engine's ``policy_version`` by 1, as ``update_policy_weights_`` does without a
         version.
         """
-        engine = self.policy.engine
+        engine = self.generation.engine
         engine.load_state_dict(engine.state_dict() | {"policy_version": engine.policy_version + 1})
+        self._advance_versions()
+
+    def _advance_versions(self) -> None:
+        """Tell the transforms that count versions themselves, such as TorchRL's
+        ``PolicyVersion``.
+        """
+        for transform in self.transforms.modules():
+            getattr(transform, "increment_version", bool)()
 
     def start(self) -> None:
         """Iterate in a thread that writes batches to the replay buffer. Weights are updated between
@@ -427,7 +448,8 @@ class RolloutCollector(BaseCollector):
         return self._thread is not None and self._thread.is_alive()
 
     def shutdown(self, timeout: float | None = None, *args: Any, **kwargs: Any) -> None:
-        """Close the environment and the engine after the rollout in progress. May be called again.
+        """Close the environment after the rollout in progress, and the engine of a policy that
+        ``policy_factory`` has made: another one is its owner's to close. May be called again.
 
         Args:
             timeout: seconds to wait for the rollout that ``start`` has begun.
@@ -437,20 +459,21 @@ class RolloutCollector(BaseCollector):
             if self._thread is not None:
                 self._thread.join(timeout)
             self.env.close()
-            self.policy.engine.close()
+            if self._owns_policy:
+                self.generation.engine.close()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Restart the order of the problems from ``seed``, and seed the engine. Return a new seed
         for another environment, as TorchRL's environments do.
         """
-        self.policy.engine.seed(seed)
+        self.generation.engine.seed(seed)
         return self.env.set_seed(seed, static_seed=static_seed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next rollout depends on, apart from the weights."""
         state = {
             "env": self.base_env.state_dict(),
-            "engine": self.policy.engine.state_dict(),
+            "engine": self.generation.engine.state_dict(),
             "dialog_turns": self._frames,
         }
         if len(self.transforms):
@@ -465,8 +488,21 @@ class RolloutCollector(BaseCollector):
         """
         self.base_env.load_state_dict(state_dict["env"])
         self.transforms.load_state_dict(state_dict.get("transforms", {}))
-        self.policy.engine.load_state_dict(state_dict["engine"])
+        self.generation.engine.load_state_dict(state_dict["engine"])
         self._frames = state_dict["dialog_turns"]
+
+
+def _replaced(module: Any, old: nn.Module, new: nn.Module) -> Any:
+    """Return a shallow copy of a module with another one in place of a module in it."""
+    if module is old:
+        return new
+    if old not in module.modules():
+        return module
+    module = copy(module)
+    module._modules = {
+        name: child and _replaced(child, old, new) for name, child in module._modules.items()
+    }
+    return module
 
 
 def _base_env(env: EnvBase) -> EnvBase:

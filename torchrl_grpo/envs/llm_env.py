@@ -193,13 +193,6 @@ class LLMEnv(EnvBase):
         new._set_specs()
         return new
 
-    def fake_tensordict(self) -> TensorDictBase:
-        """Return an example transition. As in real data, rows of tokens are a lazy stack."""
-        fake = super().fake_tensordict()
-        for key in ("tokens", "masks", ("next", "tokens"), ("next", "masks")):
-            fake.set(key, lazy_stack(list(fake.get(key).unbind(0))))
-        return fake
-
     @property
     def num_problems(self) -> int:
         """Number of problems that can be drawn."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import Binary, Categorical, Composite, NonTensor, StackedComposite, Unbounded
 
 from torchrl_grpo.keys import ATTENTION_MASK, DATASET, IMAGES, REWARD_PARTS
@@ -22,6 +23,24 @@ class _RaggedTokens(Categorical):
                 "num_envs for more rows, and reward_pool for more processes."
             )
         return super().expand(*shape)
+
+
+class RaggedRows(StackedComposite):
+    """Spec of rows that differ in length, whose examples are lazy stacks, as real data are. A copy
+    of TorchRL's class would become a dense one, because the specs of all rows are equal.
+    """
+
+    def clone(self) -> RaggedRows:
+        """Return a copy."""
+        return RaggedRows(*[spec.clone() for spec in self._specs], dim=0)
+
+    def to(self, dest: Any) -> RaggedRows:
+        """Return a copy on another device."""
+        return RaggedRows(*[spec.to(dest) for spec in self._specs], dim=0)
+
+    def zero(self, shape: Any = None) -> TensorDictBase:
+        """Return an example, a lazy stack of rows."""
+        return lazy_stack([spec.zero() for spec in self._specs])
 
 
 def transition_specs(
@@ -45,8 +64,8 @@ def transition_specs(
     dataset = {DATASET: NonTensor(shape=rows, example_data="")} if has_datasets else {}
     return {
         "full_observation_spec": Composite(
-            tokens=StackedComposite(*[Composite(prompt=tokens) for _ in range(num_envs)], dim=0),
-            masks=StackedComposite(*[mask.clone() for _ in range(num_envs)], dim=0),
+            tokens=RaggedRows(*[Composite(prompt=tokens) for _ in range(num_envs)], dim=0),
+            masks=RaggedRows(*[mask.clone() for _ in range(num_envs)], dim=0),
             text=Composite(response=NonTensor(shape=rows, example_data=""), shape=rows),
             correct=Binary(shape=(*rows, 1), dtype=torch.bool),
             reward_valid=Binary(shape=(*rows, 1), dtype=torch.bool),
@@ -61,7 +80,7 @@ def transition_specs(
             shape=rows,
         ),
         "full_action_spec": Composite(
-            tokens=StackedComposite(*[Composite(response=tokens) for _ in range(num_envs)], dim=0),
+            tokens=RaggedRows(*[Composite(response=tokens) for _ in range(num_envs)], dim=0),
             length_stopped=Binary(shape=(*rows, 1), dtype=torch.bool),
             shape=rows,
         ),

@@ -14,7 +14,8 @@ from weakref import ref
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor
+from torch import Tensor, nn
+from torchrl import torchrl_logger
 
 from torchrl_grpo.errors import NonFiniteError
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
@@ -65,6 +66,9 @@ class GenerationPolicy(TensorDictModuleBase):
             (``KLScoring.log_probs``). It may compute with the engine's model, whose weights do not
             change meanwhile.
 
+    Raises:
+        ValueError: ``engine`` is neither an engine nor a function.
+
     Examples:
         >>> from transformers import AutoModelForCausalLM
         >>> from torchrl_grpo.generation.transformers import TransformersEngine
@@ -84,12 +88,20 @@ class GenerationPolicy(TensorDictModuleBase):
         rescore: Callable[..., Tensor] | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(engine, Engine) and (
+            isinstance(engine, nn.Module) or not callable(engine)
+        ):
+            raise ValueError(
+                f"engine={type(engine).__name__} must be an engine, or a function that makes one: use "
+                "TransformersEngine(model)."
+            )
         self.rescore = rescore
         self.on_response: Callable[[int, Completion], None] | None = None
         self.cut: Callable[[int, Completion], Completion] | None = None
         self._engine = engine if isinstance(engine, Engine) else None
         self._make_engine = None if isinstance(engine, Engine) else engine
         self._collector: ref[Any] | None = None
+        self._source: ref[Any] | None = None
         self.params = params
         self.in_keys = [PROMPT, GROUP_ID]
         self.out_keys = [
@@ -122,12 +134,12 @@ class GenerationPolicy(TensorDictModuleBase):
 
     def __copy__(self) -> GenerationPolicy:
         new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__)
+        new.__dict__.update(self.__dict__, _engine=self.engine)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
         engine = {} if self._make_engine is None else {"_engine": None}
-        return {**self.__dict__, **engine, "_collector": None}
+        return {**self.__dict__, **engine, "_collector": None, "_source": None}
 
     def register_collector(self, collector: Any) -> None:
         """Have a collector's ``update_policy_weights_`` reach the engine. TorchRL's collectors call
@@ -161,10 +173,13 @@ class GenerationPolicy(TensorDictModuleBase):
         self._bring_weights()
         shape = tensordict.batch_size
         size = shape.numel()
-        if tensordict.get(PROMPT[0], None) is None:
+        if not size:
+            raise ValueError(f"batch_size={list(shape)} must have a row: leave out empty batches.")
+        if not isinstance(tensordict.get(PROMPT[0], None), TensorDictBase):
             raise ValueError(
-                'GenerationPolicy reads ("tokens", "prompt"), which the environment lacks: use '
-                "LLMEnv, or TransformersWrapper or vLLMWrapper for ChatEnv."
+                'GenerationPolicy reads ("tokens", "prompt") of a TensorDict, which the environment '
+                "lacks: use LLMEnv, or TransformersWrapper or vLLMWrapper for ChatEnv, which writes "
+                "TorchRL's own Tokens."
             )
         token_rows = list(tensordict.get(PROMPT[0]).reshape(-1).unbind(0))
         tokens = [row.get(PROMPT[-1]).cpu() for row in token_rows]
@@ -218,13 +233,21 @@ class GenerationPolicy(TensorDictModuleBase):
         tensordict.set(LENGTH_STOPPED, stopped.reshape(*shape, 1))
         return tensordict
 
-    def update_weights(self, weights: Any, version: int | None = None) -> None:
+    def register_model(self, model: nn.Module) -> None:
+        """Set the model whose weights an update without weights brings to the engine, such as that of
+        TorchRL's ``Trainer`` when it resumes. The model is not kept alive.
+        """
+        self._source = ref(model)
+
+    def update_weights(self, weights: Any = None, version: int | None = None) -> None:
         """Give the engine new weights.
 
         Args:
             weights: a ``WeightHandle``; a model or a module that contains one (``TokenScorer``, a
                 wrapper, a loss), ``TensorDict.from_module`` of either, a state dict, or pairs (name
-                in the Hugging Face checkpoint, tensor), every parameter once.
+                in the Hugging Face checkpoint, tensor), every parameter once. None for those of the
+                model of ``register_model``; without one, an engine of version 0 keeps the weights
+                that it was made with.
             version: the engine's new ``policy_version``; by default the current one plus 1.
 
         Raises:
@@ -232,6 +255,14 @@ class GenerationPolicy(TensorDictModuleBase):
             RuntimeError: a name is unknown or missing, or a shape differs; the engine then keeps
                 its version.
         """
+        if weights is None:
+            weights = self._source and self._source()
+            if weights is None and not self.engine.policy_version:
+                torchrl_logger.warning(
+                    "update_policy_weights_() without weights changes nothing: if the trainer has a "
+                    "model of its own, use register_model(model) of the GenerationPolicy."
+                )
+                return
         version = self.engine.policy_version + 1 if version is None else version
         if isinstance(weights, WeightHandle):
             self.engine.load(weights, version)
@@ -303,6 +334,22 @@ class GenerationPolicy(TensorDictModuleBase):
     def _active(tensordict: TensorDictBase, size: int) -> list[bool]:
         stepping = tensordict.get(STEPPING, None)
         return [True] * size if stepping is None else stepping.reshape(-1).tolist()
+
+
+def generation_of(policy: Any) -> GenerationPolicy:
+    """Return the ``GenerationPolicy`` that a policy is or contains.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for module in policy.modules() if isinstance(policy, nn.Module) else ():
+        if isinstance(module, GenerationPolicy):
+            return module
+    raise ValueError(
+        f"policy={type(policy).__name__} must be or contain a GenerationPolicy: use TorchRL's "
+        "LLMCollector for others, and GenerationPolicy(TransformersEngine(model), "
+        "SamplingParams(...)) for a model."
+    )
 
 
 def _check_finite(completions: Sequence[Completion | None], version: int) -> None:

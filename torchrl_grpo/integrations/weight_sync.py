@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from queue import Empty
 from typing import Any
+from weakref import ref
 
 from tensordict import TensorDict
 from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.weight_update import MultiProcessWeightSyncScheme
 
+from torchrl_grpo.generation.policy import generation_of
 from torchrl_grpo.weights.named import weights_of
 
 
@@ -51,6 +53,15 @@ class EngineWeightSyncScheme(MultiProcessWeightSyncScheme):
         1
     """
 
+    _source: ref[nn.Module] | None = None
+
+    def register_model(self, model: nn.Module) -> None:
+        """Set the model whose weights ``send`` sends when it is given none. It is not kept alive."""
+        self._source = ref(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_source": None}
+
     def create_sender(self) -> EngineWeightSender:
         """Return a sender for ``GRPOTrainer(weight_sync_sender=...)``."""
         return EngineWeightSender()
@@ -68,15 +79,18 @@ class EngineWeightSyncScheme(MultiProcessWeightSyncScheme):
         """Give the engines new weights, and return when all of them have loaded them.
 
         Args:
-            weights: weights in any form that ``GenerationPolicy.update_weights`` takes.
+            weights: weights in any form that ``GenerationPolicy.update_weights`` takes; without any,
+                those of ``register_model``.
             worker_ids: workers whose engines get the weights; None for all.
 
         Raises:
             TypeError: there are no weights.
             RuntimeError: an engine rejected the weights, or its process ended.
         """
+        if weights is None and self._source is not None:
+            weights = self._source()
         if self._sender_transports is None:
-            self.model.update_weights(weights)
+            generation_of(self.model).update_weights(weights)
         else:
             super().send(TensorDict(dict(weights_of(weights))), worker_ids)
 
@@ -92,7 +106,8 @@ class EngineWeightSyncScheme(MultiProcessWeightSyncScheme):
             if self._wait_for_instruction() != "receive":
                 continue
             try:
-                self.model.update_weights(self._receiver_transport.receive_weights())
+                weights = self._receiver_transport.receive_weights()
+                generation_of(self.model).update_weights(weights)
                 if self.context is not None:
                     self.context.increment_version()
                 self._send_ack()
@@ -123,12 +138,23 @@ class EngineWeightSender:
         self._collectors: list[BaseCollector] = []
 
     def register_model(self, model: nn.Module) -> None:
-        """Set the source of the weights, as ``GenerationPolicy.update_weights`` takes it."""
+        """Set the source of the weights, as ``GenerationPolicy.update_weights`` takes it, also for
+        updates of the collectors without weights.
+        """
         self._model = model
+        self._register()
 
     def register_collector(self, collector: BaseCollector) -> None:
         """Add a collector whose engine gets the weights."""
         self._collectors.append(collector)
+        self._register()
+
+    def _register(self) -> None:
+        """Make the model known to the policies in this process."""
+        for collector in self._collectors:
+            policy = getattr(collector, "policy", None)
+            if isinstance(policy, nn.Module) and isinstance(self._model, nn.Module):
+                generation_of(policy).register_model(self._model)
 
     def update_weights(self, weights: Any = None) -> None:
         """Push weights, those of the registered model by default."""

@@ -113,11 +113,12 @@ class TokenScorer(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         base: Any = base_model_of(model)
-        if not isinstance(base.get_output_embeddings(), nn.Linear):
+        head = getattr(base, "get_output_embeddings", bool)()
+        if not isinstance(head, nn.Linear):
             raise ValueError(
-                "the LM head must be torch's own Linear, got "
-                f"{type(base.get_output_embeddings())}: leave it out of "
-                "train_model.lora.target_modules."
+                f"model={type(base).__name__} must be a Hugging Face causal language model, whose LM "
+                f"head is torch's own Linear, but is {type(head)}: use AutoModelForCausalLM, and "
+                "leave the head out of train_model.lora.target_modules."
             )
         if not MIN_TEMPERATURE <= temperature < math.inf:
             raise ValueError(

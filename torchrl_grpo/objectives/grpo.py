@@ -536,10 +536,11 @@ class GRPOLoss(LossModule):
         """Return the loss terms and the metrics of a batch [B], ragged or padded on the right; see
         the class.
         """
-        if tensordict.ndim != 1:
+        if tensordict.ndim != 1 or not len(tensordict):
             raise ValueError(
-                f"batch_size={list(tensordict.batch_size)} must be [N], N sequences: use batch[:1] "
-                "for one of them, batch.reshape(-1) for more dimensions."
+                f"batch_size={list(tensordict.batch_size)} must be [N], at least one sequence: use "
+                "batch[:1] for one of them, batch.reshape(-1) for more dimensions, and leave out "
+                "empty batches."
             )
         data = tensordict.copy()
         for key, name in self._renamed():

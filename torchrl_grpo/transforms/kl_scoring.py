@@ -12,6 +12,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Transform
 
 from torchrl_grpo import keys
+from torchrl_grpo.envs.specs import RaggedRows
 from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.images import Spans
@@ -278,9 +279,10 @@ class KLScoring(Transform):
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Add the reference log-probs, ragged like the tokens."""
-        observation_spec[self.out_keys[0]] = Unbounded(
-            shape=(*observation_spec.shape, -1), dtype=torch.float32
-        )
+        *path, leaf = self.out_keys[0]
+        row = Composite({leaf: Unbounded(shape=(-1,), dtype=torch.float32)})
+        rows = [row.clone() for _ in range(observation_spec.shape[0])]
+        observation_spec[tuple(path)] = RaggedRows(*rows, dim=0)
         return observation_spec
 
 

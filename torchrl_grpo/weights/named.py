@@ -101,7 +101,8 @@ def weights_of(source: Any) -> Iterator[tuple[str, Tensor]]:
     if source is None or source == []:
         raise TypeError(
             "update_policy_weights_() needs the weights, because the engine has its own copy and "
-            "no access to the trainer: use update_policy_weights_(model)."
+            "no access to the trainer: use update_policy_weights_(model), or once "
+            "register_model(model) of the GenerationPolicy, scheme or sender."
         )
     return iter(source)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.checkpoint import Checkpoint
+from torchrl.checkpoint import Checkpoint, StateDictCheckpointAdapter
 from torchrl.collectors import BaseCollector
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -250,6 +250,23 @@ def test_a_trainers_checkpoint_goes_on_as_an_uninterrupted_run(
     second.train()
     assert resumed.losses == pytest.approx(logger.losses[1:])
     assert same_weights(second.loss_module.actor_network.model, second.collector.policy.model)
+
+
+def test_a_ragged_buffer_is_saved_with_the_adapter_for_state_dicts(tokenizer, tiny_model, tmp_path):
+    def make() -> tuple[ReplayBuffer, Checkpoint]:
+        buffer = ReplayBuffer(storage=LazyStackStorage(64), transform=GroupAdvantage(2))
+        checkpoint = Checkpoint()
+        checkpoint.register("replay_buffer", buffer, adapter=StateDictCheckpointAdapter())
+        return buffer, checkpoint
+
+    buffer, checkpoint = make()
+    buffer.extend(make_collector(tokenizer, tiny_model).rollout())
+    checkpoint.save(tmp_path / "checkpoint")
+    restored, checkpoint = make()
+    checkpoint.load(tmp_path / "checkpoint")
+    assert len(restored) == 4
+    for one, other in zip(buffer[:].unbind(0), restored[:].unbind(0), strict=True):
+        assert one["tokens", "full"].tolist() == other["tokens", "full"].tolist()
 
 
 @pytest.mark.parametrize("writes", [False, True])

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
+from torchrl_grpo import keys
 from torchrl_grpo.learner.optimizer import make_optimizer
 from torchrl_grpo.learner.parts import read_parts, write_parts
 from torchrl_grpo.learner.step import GRPOTrainer
@@ -26,6 +27,7 @@ from torchrl_grpo.models import attention as attention_module
 from torchrl_grpo.models.divergence import Teacher
 from torchrl_grpo.models.loading import shape_of
 from torchrl_grpo.models.memory import step_memory
+from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.models.sharding import leave_mesh, lone_mesh, own_parts, shard_model
 
@@ -79,20 +81,20 @@ def test_token_ids_of_a_teacher_reach_a_sharded_model_exactly(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scorer = TokenScorer(make_sharded(mesh, torch.bfloat16, vocab_size=5000))
-    scorer.distill_from(Teacher(0.0))
     passed = list[Tensor]()
     score = TokenScorer._score
 
-    def watched(self: TokenScorer, layout: Any, numel: int, states: Tensor, *rest: Any) -> Any:
-        passed.append(states)
-        return score(self, layout, numel, states, *rest)
+    def watched(self: TokenScorer, layout: Any, kept: None, sample: None, *rest: Any) -> Any:
+        passed.append(rest[0])
+        return score(self, layout, kept, sample, *rest)
 
     monkeypatch.setattr(TokenScorer, "_score", watched)
-    ids = torch.tensor([4321.0, 4322.0, 4323.0, 257.0]).expand(2, 7, 4)
-    states = torch.cat([torch.full((2, 7, 4), -2.0), ids], -1).to(DEVICE)
+    ids = torch.tensor([4321.0, 4322.0, 4323.0, 257.0]).expand(14, 4)
+    states = torch.cat([torch.full((14, 4), -2.0), ids], -1).to(DEVICE)
     tokens = torch.randint(5, 4999, (2, 10), device=DEVICE)
     mask = (torch.arange(10, device=DEVICE) >= 3).expand(2, 10)
-    scorer.score_layout(scorer.layout(tokens, mask), states)
+    layout = scorer.layout(Rows.of(tokens, mask))
+    scorer.score_rows(layout, {keys.TEACHER_STATES: states}, teacher=Teacher(0.0))
     [used] = passed
     assert set(used[..., 4:].flatten().tolist()) == {4321.0, 4322.0, 4323.0, 257.0}
 

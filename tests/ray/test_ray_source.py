@@ -269,7 +269,7 @@ class FullEngine(CountingEngine):
 
 def make_full_scoring() -> KLScoring:
     scoring = KLScoring(TokenScorer(make_tiny_model()))
-    scoring.scorer.score_layout = no_memory  # type: ignore[method-assign]
+    scoring.scorer.score_rows = no_memory  # type: ignore[method-assign]
     return scoring
 
 

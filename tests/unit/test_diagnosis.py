@@ -160,7 +160,7 @@ def scored_without_memory(
     the bytes of the weights.
     """
     scoring = KLScoring(TokenScorer(make_tiny_model()), **settings)
-    monkeypatch.setattr(scoring.scorer, "score_layout", full)
+    monkeypatch.setattr(scoring.scorer, "score_rows", full)
     tokens = torch.arange(5, 5 + rows * 8).view(rows, 8)
     mask = (torch.arange(8) >= 2).expand(rows, -1)
     with pytest.raises(MemoryShortError) as raised:

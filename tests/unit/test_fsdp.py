@@ -247,15 +247,15 @@ def scored_first(mesh: DeviceMesh | None, *, lora: bool, **settings: Any) -> dic
     key = keys.REF_LOG_PROBS if lora else keys.PROX_LOG_PROBS
     scorer = AdapterOffScorer(trainer.model) if lora else trainer.loss.actor_network
     computed: list[int] = []
-    score = scorer.score_layout
+    score = scorer.score_rows
 
-    def counted(layout: Layout, **options: Any) -> Any:
+    def counted(layout: Layout, *values: Any) -> Any:
         computed.append(len(layout.targets))
-        return score(layout, **options)
+        return score(layout, *values)
 
-    scorer.score_layout = counted
+    scorer.score_rows = counted
     scored = KLScoring(scorer, max_tokens=30, out_key=key)(batch.exclude(key))
-    del scorer.score_layout
+    del scorer.score_rows
     if not lora:
         trainer.loss.proximal = "recomputed"
     metrics = trainer.train_step(scored)

@@ -16,6 +16,7 @@ from torchrl_grpo.keys import ASSISTANT_MASK, CUR_LOG_PROBS, ENTROPY, FULL, LAYO
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.head import chunk_width, chunked_log_probs, chunks_of
 from torchrl_grpo.models.layout import Layout
+from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 
 
@@ -153,7 +154,8 @@ def test_a_layout_in_the_batch_is_used_for_its_own_tensors_alone(
     tokens, mask = make_batch()
     batch = TensorDict({FULL: tokens, ASSISTANT_MASK: mask}, [4])
     expected = scorer(batch.copy())[CUR_LOG_PROBS]
-    batch.set_non_tensor(LAYOUT, scorer.layout(tokens, mask))
+    own = Rows.of(tokens, mask)
+    batch.set_non_tensor(LAYOUT, (mask, own, scorer.layout(own)))
     layouts = []
     layout = scorer.layout
 

@@ -20,10 +20,10 @@ from torchrl_grpo import keys
 from torchrl_grpo.learner import step
 from torchrl_grpo.models import attention as attending
 from torchrl_grpo.models import layout as layouts
-from torchrl_grpo.models import loading, scoring
+from torchrl_grpo.models import loading, passes, scoring
 from torchrl_grpo.models.layout import GatherIndex, packed, padded, pick, shared_prompts
+from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
-from torchrl_grpo.transforms import kl_scoring
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 ENDS = (12, 9, 6, 7, 15, 8, 0, 11)
@@ -63,7 +63,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def test_a_row_holds_each_prompt_once_and_each_token_at_its_position() -> None:
     tokens, mask = make_group()
-    layout = packed(tokens, mask)
+    layout = packed(Rows.of(tokens, mask))
     assert layout.groups == (
         (5, 11, 3, 1),
         (3, 14, 4),
@@ -82,10 +82,11 @@ def test_a_row_holds_each_prompt_once_and_each_token_at_its_position() -> None:
     assert layout.tokens[0, :11].equal(tokens[0, :11]) and layout.tokens[0, 11:14].equal(
         tokens[1, 5:8]
     )
-    same = padded(tokens, mask)
-    assert layout.targets.equal(same.targets) and layout.places.equal(same.places)
+    rows = Rows.of(tokens, mask)
+    same = padded(rows)
+    assert layout.targets.equal(same.targets) and layout.places is same.places is None
     for predictor, place in zip(
-        layout.predictors.places.tolist(), layout.places.tolist(), strict=True
+        layout.predictors.places.tolist(), rows.scored.tolist(), strict=True
     ):
         row, at = divmod(place, tokens.shape[1])
         assert (
@@ -96,7 +97,7 @@ def test_a_row_holds_each_prompt_once_and_each_token_at_its_position() -> None:
 
 def test_a_pass_that_scores_nothing_is_one_token() -> None:
     tokens, mask = make_group()
-    layout = packed(tokens, torch.zeros_like(mask))
+    layout = packed(Rows.of(tokens, torch.zeros_like(mask)))
     assert (layout.tokens.tolist(), layout.groups, len(layout.predictors.places)) == (
         [[tokens[0, 0]]],
         ((1, 1),),
@@ -110,7 +111,7 @@ def test_a_pass_that_scores_nothing_is_one_token() -> None:
 def test_only_whole_equal_prompts_are_shared() -> None:
     tokens = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9], [5, 6, 9, 9], [5, 6, 7, 8]])
     mask = torch.arange(4) >= torch.tensor([[3], [3], [3], [2]])
-    assert shared_prompts(tokens, mask) == [(0, 3), (0, 3), (2, 3), (3, 2)]
+    assert shared_prompts(Rows.of(tokens, mask)) == [(0, 3), (0, 3), (2, 3), (3, 2)]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def test_the_way_of_other_devices_gives_the_same_attention() -> None:
     and values differ.
     """
     tokens, mask = make_group()
-    layout = packed(tokens, mask)
+    layout = packed(Rows.of(tokens, mask))
     size = layout.tokens.shape[1]
     query, key, value = (torch.randn(1, heads, size, 8, dtype=torch.float64) for heads in (4, 2, 2))
     expected, _ = attending.attention(nn.Identity(), query, key, value, None, layout=layout)
@@ -256,7 +257,7 @@ def test_the_way_of_other_devices_gives_the_same_attention() -> None:
 def test_layers_share_their_masks_and_a_whole_sequence_needs_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layout = packed(*make_group())
+    layout = packed(Rows.of(*make_group()))
     masks = []
 
     def noted(
@@ -442,7 +443,7 @@ def test_a_card_takes_the_attention_that_it_has(
         monkeypatch.setattr(
             attending, name, lambda *args, name=name, way=way: (calls.append(name), way(*args))[1]
         )
-    layout = packed(*make_group())
+    layout = packed(Rows.of(*make_group()))
     rows = layout.tokens.shape[1]
     lengths = layout.keys.places, *layout.bounds  # made on the CPU, with values
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -505,7 +506,7 @@ def test_windows_of_a_card_are_those_of_other_devices(
         return attend(*tensors, scale=scale, window_size=window_size)
 
     monkeypatch.setattr(varlen, "varlen_attn", with_gqa if asks_for_gqa else without_gqa)
-    layout = packed(*make_group())
+    layout = packed(Rows.of(*make_group()))
     size = layout.tokens.shape[1]
     query, key, value = (torch.randn(1, heads, size, 8, dtype=torch.float64) for heads in (4, 2, 2))
     expected, _ = attending.attention(
@@ -578,7 +579,7 @@ def test_a_step_and_scoring_lay_out_all_passes_before_the_first_one(
         monkeypatch.setattr(module, name, lambda *args: (events.append(name), function(*args))[1])
 
     record(scoring, "packed")
-    for module in (layouts, step, kl_scoring):
+    for module in (step, passes):
         record(module, "shared_prompts")
     trainer.train_step(make_batch(repeats=4))
     assert events == ["shared_prompts", *["packed"] * 3, *["pass"] * 3]

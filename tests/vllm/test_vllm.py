@@ -34,6 +34,7 @@ from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.vllm import VLLMEngine, engine_arguments
 from torchrl_grpo.integrations.agents import WithAgent
 from torchrl_grpo.integrations.agents.programs import Function
+from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.conversations import WithRetry, WithTools
@@ -188,10 +189,9 @@ class TestEngine:
                 tokens = torch.cat([prompt, done.tokens])[None]
                 assert done.kept.shape == (len(done.tokens), 12)
                 mask = torch.arange(tokens.shape[1])[None] >= len(prompt)
-                scores = scorer.score_layout(scorer.layout(tokens, mask), kept=done.kept[None])
-                torch.testing.assert_close(
-                    scores[0][mask].detach(), done.log_probs, rtol=0, atol=ROUNDING
-                )
+                layout = scorer.layout(Rows.of(tokens, mask))
+                scores = scorer.score_rows(layout, {keys.KEPT: done.kept})["log_prob"].detach()
+                torch.testing.assert_close(scores, done.log_probs, rtol=0, atol=ROUNDING)
                 logits = model(tokens).logits[0, len(prompt) - 1 : -1].detach()
                 parts = (done.kept.tolist(), done.kept_log_probs, logits)
                 for ids, of_kept, row in zip(*parts, strict=True):

@@ -40,13 +40,13 @@ def differences(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Te
 
 def first_place(tensor: Tensor) -> tuple[int, ...] | None:
     """Return the position of this rank's part in a tensor that may be sharded; None on a rank whose
-    part is a copy of another's.
+    part is a copy of another's, in the same mesh or in one of a lower rank.
     """
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate() or ()
-    if any(
+    if mesh.mesh.min() > 0 or any(
         number and placement.is_replicate()
         for number, placement in zip(coordinate, placements, strict=True)
     ):

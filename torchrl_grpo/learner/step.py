@@ -42,6 +42,7 @@ from torchrl_grpo.models.padding import (
     with_demonstrations,
 )
 from torchrl_grpo.models.passes import pass_tokens, rank_micro_batches
+from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import AverageScorer, TokenScorer, autocast, check_packing
 from torchrl_grpo.models.sharding import (
     clip_grad_norm,
@@ -343,7 +344,9 @@ class GRPOTrainer:
         tokens, images = data.get(keys.FULL), _images(data)
         if not isinstance(scorer, TokenScorer) or not scorer.packs(tokens.shape[1], images):
             return None
-        return shared_prompts(tokens, data.get(self.loss.tensor_keys.mask), images)
+        return shared_prompts(
+            Rows.of(tokens, data.get(self.loss.tensor_keys.mask), images, data.get("length"))
+        )
 
     def _prepare(self, batch: TensorDictBase) -> TensorDict:
         """Pad a batch, on the CPU, and compute the weight of each token within the whole batch."""
@@ -406,8 +409,8 @@ class GRPOTrainer:
             images = _images(data)
             images = (images and [images[row] for row in rows.tolist()]) or None
             mask = part.get(self.loss.tensor_keys.mask)
-            layout = scorer.layout(part.get(keys.FULL), mask, prompts, images)
-            part.set_non_tensor(keys.LAYOUT, layout)
+            own = Rows.of(part.get(keys.FULL), mask, images)
+            part.set_non_tensor(keys.LAYOUT, (mask, own, scorer.layout(own, prompts or None)))
         return part
 
     def _send(self, part: TensorDict) -> TensorDict:
@@ -416,8 +419,9 @@ class GRPOTrainer:
         scorer = self.loss.actor_network
         copy = part.apply(partial(send, device=device), device=device)
         if isinstance(scorer, TokenScorer):
-            source = copy.get(keys.FULL), copy.get(self.loss.tensor_keys.mask)
-            copy.set_non_tensor(keys.LAYOUT, replace(part[keys.LAYOUT].to(device), source=source))
+            _, rows, layout = part[keys.LAYOUT]
+            mask = copy.get(self.loss.tensor_keys.mask)
+            copy.set_non_tensor(keys.LAYOUT, (mask, rows, layout.to(device)))
         return copy
 
     def _sum_over_ranks(
@@ -596,8 +600,8 @@ class _Pass:
     @property
     def features(self) -> int:
         """Tokens of the distinct images."""
-        layout = getattr(self.data.get(keys.LAYOUT, None), "data", None)
-        images = getattr(layout, "images", None)
+        prepared = getattr(self.data.get(keys.LAYOUT, None), "data", None)
+        images = None if prepared is None else prepared[2].images
         return 0 if images is None else images.num_features
 
 

@@ -16,12 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torchrl_grpo.images import EncodedImage, ImageSpan, Spans
+
+if TYPE_CHECKING:
+    from torchrl_grpo.models.rows import Rows
 
 Prompt = tuple[int, int]
 """Number of a prompt in its batch, and its length."""
@@ -128,12 +131,12 @@ class Layout:
     """Inputs of a model, and positions of the scored tokens' predictions in its output.
 
     Args:
-        source: the tokens and the mask that this is the layout of, [B, T] each.
         tokens: [1, N] without padding, or [B, T - 1] for padded sequences.
-        predictors: flat indices in ``tokens`` of the S tokens from which the scored tokens are
-            predicted.
-        targets: [S] int64, the scored tokens.
-        places: [S] int64, their flat indices in [B, T].
+        predictors: flat indices in ``tokens`` of the tokens from which scored tokens are predicted.
+        targets: int64, the tokens that are predicted from them.
+        num_scored: S, number of scored tokens.
+        places: int64, which scored tokens are predicted, all but the first one of a sequence; None
+            for all.
         positions: [1, N] int64, or None for padded sequences; with three axes (M-RoPE), [3, 1, N]
             or [3, B, T - 1].
         groups: for each prompt, its length, the length of the first sequence, and the lengths of
@@ -143,11 +146,11 @@ class Layout:
         images: the images among the tokens, if there are any.
     """
 
-    source: tuple[Tensor, Tensor]
     tokens: Tensor
     predictors: GatherIndex
     targets: Tensor
-    places: Tensor
+    num_scored: int
+    places: Tensor | None = None
     positions: Tensor | None = None
     groups: tuple[tuple[int, ...], ...] = ()
     once: Tensor | None = None
@@ -160,7 +163,7 @@ class Layout:
         return replace(self, once=once, place=place)
 
     def to(self, device: torch.device) -> Layout:
-        """Return the layout on a device, copied without waiting. ``source`` is not copied."""
+        """Return the layout on a device, copied without waiting."""
         if self.tokens.device == device:
             return self
         tensors: dict[str, Any] = {
@@ -219,22 +222,25 @@ class Layout:
         return {}
 
 
-def shared_prompts(
-    tokens_BT: Tensor, mask_BT: Tensor, images: Sequence[Spans] | None = None
-) -> list[Prompt]:
-    """Return the prompt of each sequence: its tokens before the first one in the mask, and the
-    images among them. Equal prompts have the same number.
-
-    >>> shared_prompts(torch.tensor([[5, 6, 7], [5, 6, 8], [4, 6, 8]]), torch.tensor([[False, False, True]] * 3))
-    [(0, 2), (0, 2), (2, 2)]
+def shared_prompts(rows: Rows) -> list[Prompt]:
+    """Return the prompt of each sequence: its tokens before the first scored one, and the images
+    among them. Equal prompts have the same number.
     """
-    tokens_BT, mask_BT = tokens_BT.cpu(), mask_BT[:, 1:].cpu()
-    lengths = torch.where(mask_BT.any(1), mask_BT.int().argmax(1) + 1, tokens_BT.shape[1]).tolist()
-    numbers: dict[tuple[bytes, Spans], int] = {}
-    rows = zip(tokens_BT.numpy(), lengths, images or [()] * len(lengths), strict=True)
+    later = rows.position > 0
+    lengths = rows.lengths.scatter_reduce(
+        0, rows.of_scored.row[later], rows.position[later], "amin", include_self=True
+    )
+    tokens, numbers = rows.tokens.numpy(), dict[tuple[bytes, Spans], int]()
+    starts = rows.of_tokens.offsets.tolist()
+    prompts = zip(starts, lengths.tolist(), rows.images or [()] * len(rows), strict=False)
     return [
-        (numbers.setdefault((row[:length].tobytes(), _before(length, spans)), i), length)
-        for i, (row, length, spans) in enumerate(rows)
+        (
+            numbers.setdefault(
+                (tokens[start : start + length].tobytes(), _before(length, spans)), row
+            ),
+            length,
+        )
+        for row, (start, length, spans) in enumerate(prompts)
     ]
 
 
@@ -243,33 +249,43 @@ def _before(end: int, spans: Spans) -> Spans:
     return tuple(span for span in spans if span.offset < end)
 
 
-def padded(
-    tokens_BT: Tensor,
-    mask_BT: Tensor,
-    images: Sequence[Spans] | None = None,
-    grid: Tensor | None = None,
-) -> Layout:
+def _predicted(rows: Rows) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return which scored tokens are predicted, all but the first one of a sequence (None for all),
+    and their rows and positions.
+    """
+    row, position = rows.of_scored.row, rows.position
+    later = position > 0
+    if bool(later.all()):
+        return None, row, position
+    return later.nonzero().squeeze(-1), row[later], position[later]
+
+
+def padded(rows: Rows, grid: Tensor | None = None) -> Layout:
     """Return the layout of sequences that are padded on the right; see ``packed``."""
-    source = tokens_BT, mask_BT
-    tokens_BT, mask_BT = tokens_BT.cpu(), mask_BT.cpu()
-    width = tokens_BT.shape[1] - 1
-    predictors = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
-    targets = tokens_BT[:, 1:].flatten().index_select(0, predictors)
-    places = predictors + predictors // max(width, 1) + 1
-    tokens = tokens_BT[:, :-1]
+    places, row, position = _predicted(rows)
+    width = int(rows.lengths.max())
+    of_tokens = rows.of_tokens
+    place = torch.arange(len(of_tokens.row), device="cpu") - of_tokens.offsets[of_tokens.row]
+
+    def pad(values: Tensor) -> Tensor:
+        out = values.new_zeros(*values.shape[:-1], len(rows), width)
+        out[..., of_tokens.row, place] = values
+        return out[..., : max(width - 1, 1)]
+
+    width_of_row = max(width - 1, 1)
     found = [
-        (row * width, span)
-        for row, spans in enumerate(images or ())
+        (number * width_of_row, span)
+        for number, spans in enumerate(rows.images or ())
         for span in spans
-        if span.end <= width
+        if span.end <= width_of_row
     ]
     return Layout(
-        source,
-        tokens,
-        GatherIndex(predictors),
-        targets,
+        pad(rows.tokens),
+        GatherIndex(row * width_of_row + position - 1),
+        rows.tokens[rows.scored if places is None else rows.scored[places]],
+        len(rows.scored),
         places,
-        positions=None if grid is None else grid[..., :-1],
+        positions=None if grid is None else pad(grid),
         images=_image_layout(found),
     )
 
@@ -291,76 +307,61 @@ def _image_layout(spans: Sequence[tuple[int, ImageSpan]]) -> ImageLayout | None:
 
 
 def packed(
-    tokens_BT: Tensor,
-    mask_BT: Tensor,
-    prompts: Sequence[Prompt] | None = None,
-    images: Sequence[Spans] | None = None,
-    grid: Tensor | None = None,
+    rows: Rows, prompts: Sequence[Prompt] | None = None, grid: Tensor | None = None
 ) -> Layout:
     """Return the layout without padding and with one copy of each prompt. Tokens after the last
     scored one are dropped.
 
     Args:
-        tokens_BT: int64, padding on the right.
-        mask_BT: bool, the tokens to score.
+        rows: the sequences; no image is partly in the prompt.
         prompts: prompts of the sequences, if ``shared_prompts`` has already found them in this
             batch or in a larger one.
-        images: the images of each sequence; no image is partly in the prompt.
-        grid: [3, B, T] int64, positions with three axes; None counts the tokens.
+        grid: [3, N] int64, positions with three axes; None counts the tokens.
 
     Returns:
         the layout, on the CPU.
     """
-    source, width = (tokens_BT, mask_BT), tokens_BT.shape[1] - 1
-    tokens_BT, mask_BT = tokens_BT.cpu(), mask_BT.cpu()
-    scored = mask_BT[:, 1:]
-    ends = torch.where(scored.any(1), width - scored.flip(1).int().argmax(1), 0).tolist()
+    places, row, position = _predicted(rows)
+    first = rows.of_tokens.offsets
+    last = torch.zeros_like(rows.lengths).scatter_reduce(0, row, position, "amax")
+    ends = last.tolist()
     rows_of: dict[Prompt, list[int]] = {}
-    for row, prompt in enumerate(
-        shared_prompts(tokens_BT, mask_BT, images) if prompts is None else prompts
-    ):
-        if ends[row]:
-            rows_of.setdefault(prompt, []).append(row)
+    for number, prompt in enumerate(shared_prompts(rows) if prompts is None else prompts):
+        if ends[number]:
+            rows_of.setdefault(prompt, []).append(number)
     if not rows_of:  # a pass that scores nothing still runs
         rows_of[0, 1], ends[0] = [0], 1
     order, starts, groups = list[int](), list[int](), list[tuple[int, ...]]()
-    for (_, length), rows in rows_of.items():
-        order += rows
-        starts += [0, *[length] * (len(rows) - 1)]
-        groups.append(
-            (length, ends[rows[0]], *(ends[row] - length for row in rows[1:] if ends[row] > length))
-        )
+    for (_, length), numbers in rows_of.items():
+        order += numbers
+        starts += [0, *[length] * (len(numbers) - 1)]
+        others = (ends[number] - length for number in numbers[1:] if ends[number] > length)
+        groups.append((length, ends[numbers[0]], *others))
     index, start_of = torch.tensor([order, starts], device="cpu")
     size = torch.tensor(ends, device="cpu")[index] - start_of
     offset = size.cumsum(0) - size - start_of  # from a token's position to its index in the row
     positions = torch.arange(int(size.sum()), device="cpu") - offset.repeat_interleave(size)
     # For each sequence, in the order of the batch. Its prompt may be in the row as part of another
     # sequence, the lead.
-    shift, begin, lead = (torch.zeros_like(tokens_BT[:, 0]) for _ in range(3))
+    shift, begin, lead = (torch.zeros_like(rows.lengths) for _ in range(3))
     shift[index], begin[index] = offset, start_of
-    for rows in rows_of.values():
-        lead[rows] = shift[rows[0]]
-    flat = scored.flatten().nonzero().squeeze(-1)
-    of_row, position = flat // max(width, 1), flat % max(width, 1)
-    predictors = GatherIndex(
-        position + torch.where(position < begin[of_row], lead[of_row], shift[of_row])
-    )
-    targets = tokens_BT[:, 1:].flatten()[flat]
-    rows_of_tokens = index.repeat_interleave(size)
-    tokens = tokens_BT[rows_of_tokens, positions]
+    for numbers in rows_of.values():
+        lead[numbers] = shift[numbers[0]]
+    before = position - 1
+    source = first[index.repeat_interleave(size)] + positions
     found = [
-        (first, span)
-        for row, start, first in zip(order, starts, offset.tolist(), strict=True)
-        for span in (images[row] if images else ())
-        if start <= span.offset and span.end <= ends[row]
+        (begins, span)
+        for number, start, begins in zip(order, starts, offset.tolist(), strict=True)
+        for span in (rows.images[number] if rows.images else ())
+        if start <= span.offset and span.end <= ends[number]
     ]
-    axes = positions if grid is None else grid[:, rows_of_tokens, positions]
+    axes = positions if grid is None else grid[:, source]
     return Layout(
-        source,
-        tokens[None],
-        predictors,
-        targets,
-        flat + of_row + 1,
+        rows.tokens[source][None],
+        GatherIndex(before + torch.where(before < begin[row], lead[row], shift[row])),
+        rows.tokens[rows.scored if places is None else rows.scored[places]],
+        len(rows.scored),
+        places,
         axes.unsqueeze(-2),
         tuple(groups),
         images=_image_layout(found),

@@ -1,14 +1,64 @@
-"""Batches split into the passes of a step by a token budget, for one rank or several."""
+"""Batches split into passes by a token budget, for one rank or several."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from torchrl_grpo.models.layout import Prompt
+from torchrl_grpo.models.layout import Layout, Prompt, shared_prompts
+from torchrl_grpo.models.rows import Rows
+from torchrl_grpo.models.scoring import TokenScorer
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One forward pass, and perhaps backward pass, over some sequences of a batch.
+
+    Args:
+        index: [n] int64, the sequences; empty in a pass that only keeps several ranks together.
+        tokens: number of tokens that it computes.
+        rows: the sequences themselves.
+        layout: of the sequences, on the CPU; None without a ``TokenScorer``.
+    """
+
+    index: Tensor
+    tokens: int
+    rows: Rows
+    layout: Layout | None
+
+    @property
+    def features(self) -> int:
+        """Tokens of the distinct images."""
+        images = None if self.layout is None else self.layout.images
+        return 0 if images is None else images.num_features
+
+
+def make_passes(
+    scorer: object, rows: Rows, max_tokens: int, rank: int = 0, world_size: int = 1
+) -> list[Pass]:
+    """Divide sequences into one rank's passes; see ``rank_micro_batches``.
+
+    Args:
+        scorer: that makes the layouts, if it is a ``TokenScorer``.
+        rows: the sequences of all ranks.
+        max_tokens: token budget of a pass.
+        rank: 0 to ``world_size - 1``.
+        world_size: number of ranks.
+    """
+    prompts = None
+    if isinstance(scorer, TokenScorer) and scorer.packs(int(rows.lengths.max()), rows.images):
+        prompts = shared_prompts(rows)
+    passes = []
+    for index in rank_micro_batches(rows.lengths, max_tokens, rank, world_size, prompts):
+        part, own = rows.take(index), prompts and [prompts[row] for row in index.tolist()]
+        layout = scorer.layout(part, own or None) if isinstance(scorer, TokenScorer) else None
+        tokens = pass_tokens(rows.lengths[index].tolist(), own)
+        passes.append(Pass(index, tokens, part, layout))
+    return passes
 
 
 def pass_tokens(lengths: Sequence[int], prompts: Sequence[Prompt] | None = None) -> int:

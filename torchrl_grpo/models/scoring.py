@@ -12,12 +12,13 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -41,15 +42,10 @@ from torchrl_grpo.images.features import (
 )
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
 from torchrl_grpo.models.head import Centering, chunked_log_probs, tied_embedding, tied_rows
-from torchrl_grpo.models.layout import Layout, Prompt, packed, padded, pick
+from torchrl_grpo.models.layout import Layout, Prompt, packed, padded, pick, send
 from torchrl_grpo.models.loading import base_model_of, check_adapters
-from torchrl_grpo.models.padding import (
-    has,
-    images_of_rows,
-    is_of_wrapper,
-    pad,
-    sequences_of,
-)
+from torchrl_grpo.models.padding import is_of_wrapper, sequences_of
+from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.sharding import call_gathered, compute_device, local_part, mesh_of
 
 if TYPE_CHECKING:
@@ -60,6 +56,8 @@ WINDOWS = ("attention_chunk_size", "attention_window_size", "local_attention")
 ``sliding_window``.
 """
 
+
+_NO_VALUES: Mapping[NestedKey, Tensor] = MappingProxyType({})
 
 _MODEL_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 """Errors of a model that does not fit."""
@@ -191,86 +189,85 @@ class TokenScorer(TensorDictModuleBase):
         Returns:
             log-probs and entropies, both [B, T] float32, 0 outside the mask, on the model's device.
         """
-        layout = self.layout(tokens_BT, mask_BT, images=images)
-        log_probs, entropy = self.score_layout(layout)
-        return log_probs, entropy
+        rows = Rows.of(tokens_BT, mask_BT, images)
+        scores = self.score_rows(self.layout(rows))
+        return rows.padded(scores["log_prob"]), rows.padded(scores["entropy"])
 
-    def layout(
-        self,
-        tokens_BT: Tensor,
-        mask_BT: Tensor,
-        prompts: Sequence[Prompt] | None = None,
-        images: Sequence[Spans] | None = None,
-    ) -> Layout:
-        """Return how a pass over right-padded sequences computes them, on the CPU.
+    def layout(self, rows: Rows, prompts: Sequence[Prompt] | None = None) -> Layout:
+        """Return how a pass over sequences computes them, on the CPU.
 
         Args:
-            tokens_BT: as in ``score``.
-            mask_BT: as in ``score``.
+            rows: the sequences.
             prompts: of the sequences, where ``shared_prompts`` has found them already.
-            images: of each sequence.
         """
         grid = None
-        if images is not None and has_grid(self.base):
-            each = zip(tokens_BT, images, strict=True)
-            grid = torch.stack([grid_positions(self.base, *row) for row in each], 1)
-        if self.packs(tokens_BT.shape[1], images):
-            layout = packed(tokens_BT, mask_BT, prompts, images, grid)
-        else:
-            layout = padded(tokens_BT, mask_BT, images, grid)
+        if rows.images is not None and has_grid(self.base):
+            each = zip(rows.tokens.split(rows.lengths.tolist()), rows.images, strict=True)
+            grid = torch.cat([grid_positions(self.base, *row) for row in each], 1)
+        packs = self.packs(int(rows.lengths.max()), rows.images)
+        layout = packed(rows, prompts, grid) if packs else padded(rows, grid)
         return layout.with_unique_tokens() if tied_embedding(self.base) is not None else layout
 
     def for_passes(self) -> AbstractContextManager[None]:
         """Return a context for several passes, which shares what each would do by itself."""
         return nullcontext()
 
-    def score_layout(
+    def score_rows(
         self,
         layout: Layout,
-        states: Tensor | None = None,
-        kept: Tensor | None = None,
-        sample: Tensor | None = None,
-        centering: Centering | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Score sequences with an existing layout, on any device; see ``score``.
+        values: Mapping[NestedKey, Tensor] = _NO_VALUES,
+        *,
+        center: Centering | None = None,
+        teacher: Teacher | None = None,
+    ) -> dict[str, Tensor]:
+        """Score the S scored tokens of sequences.
 
         Args:
-            layout: of the sequences.
-            states: [B, S, E], the teacher's, of the tokens of the mask; the divergence from it is
-                then a third result.
-            kept: [B, S, K] int32, the tokens that each token of the mask was drawn from, and then
-                -1; None for the whole vocabulary.
-            sample: [B, S, K] float32, the sampling policy's log-probs of these tokens.
-            centering: see ``chunked_log_probs``; with it and ``sample``, the mean score is a third
-                result.
+            layout: of the sequences, on any device.
+            values: entries of ``Rows``. ``KEPT``, [S, K] int32, has the tokens that each token was
+                drawn from, and then -1; without it, the distributions are over the whole
+                vocabulary.
+            center: computes ``"centering"``, see ``chunked_log_probs``; ``values`` then has
+                ``KEPT`` and ``KEPT_LOG_PROBS``, [S, K].
+            teacher: that ``"divergence"`` is from; ``values`` then has its ``TEACHER_STATES``,
+                [S, E].
+
+        Returns:
+            ``"log_prob"`` and ``"entropy"``, and what is asked for, [S] float32 each, on the
+            model's device; 0 at the first token of a sequence, which has no prediction.
         """
-        shape = layout.source[0].shape
         layout = layout.to(compute_device(self.model))
-        of_tokens = [
-            None if values is None else _of_scored(layout, values)
-            for values in (states, kept, sample)
-        ]
+
+        def of_layout(name: NestedKey, *, reads: bool) -> Tensor | None:
+            if not reads:
+                return None
+            value = send(values[name], layout.targets.device)
+            return value if layout.places is None else value[layout.places]
+
         scores = call_gathered(
-            self.model, self._score, layout, shape.numel(), *of_tokens, centering
+            self.model,
+            self._score,
+            layout,
+            of_layout(keys.KEPT, reads=keys.KEPT in values),
+            of_layout(keys.KEPT_LOG_PROBS, reads=center is not None),
+            of_layout(keys.TEACHER_STATES, reads=teacher is not None),
+            center,
+            teacher,
         )
-        return tuple(values.view(shape) for values in scores)
+        return {name: _at_all(layout, value) for name, value in scores.items()}
 
     def teacher_states(self, layout: Layout, top_k: int | None = None) -> Tensor:
-        """Return this model's states for a divergence at the tokens of a layout, see ``Teacher``.
+        """Return this model's states for a divergence at the S scored tokens, see ``Teacher``.
 
         Args:
             layout: of the sequences.
             top_k: how many of the most likely tokens; None gives what goes into the LM head.
 
         Returns:
-            [B, T, E] in the type of the model, or [B, T, 2 K + 1] float32; 0 on tokens that are not
-            scored.
+            [S, E] in the type of the model, or [S, 2 K + 1] float32.
         """
-        shape = layout.source[0].shape
         layout = layout.to(compute_device(self.model))
-        states: Tensor = call_gathered(self.model, self._states, layout, top_k)
-        zeros = states.new_zeros(shape.numel(), states.shape[1])
-        return zeros.index_put((layout.places,), states).unflatten(0, shape)
+        return _at_all(layout, call_gathered(self.model, self._states, layout, top_k))
 
     def _states(self, layout: Layout, top_k: int | None) -> Tensor:
         """Return ``teacher_states`` of the scored tokens alone, [N, E] or [N, 2 K + 1]."""
@@ -283,38 +280,35 @@ class TokenScorer(TensorDictModuleBase):
     def _score(
         self,
         layout: Layout,
-        numel: int,
-        states: Tensor | None,
         kept: Tensor | None,
         sample: Tensor | None,
-        centering: Centering | None,
-    ) -> tuple[Tensor, ...]:
-        """Score into [B * T], with the LM head gathered: FSDP2 does not accept views from the
-        function it calls.
-        """
+        states: Tensor | None,
+        center: Centering | None,
+        teacher: Teacher | None,
+    ) -> dict[str, Tensor]:
+        """Do ``score_rows`` with the LM head gathered."""
         hidden_ND, weight = self._hidden(layout)
         bias = self.base.get_output_embeddings().bias
         options: dict[str, Any] = {
             "temperature": self.temperature,
             "max_chunk_elements": self.max_chunk_elements,
         }
-        scores: tuple[Tensor, ...] = chunked_log_probs(
+        scores = chunked_log_probs(
             hidden_ND,
             weight,
             layout.targets,
             bias_V=bias,
             kept_NK=kept,
             sample_NK=sample,
-            centering=centering,
+            centering=center,
             **options,
         )
-        if states is not None:
-            assert self.teacher is not None
-            scores += (
-                chunked_divergence(hidden_ND, weight, states, self.teacher, bias_V=bias, **options),
+        out = dict(zip(("log_prob", "entropy", "centering"), scores, strict=False))
+        if teacher is not None and states is not None:
+            out["divergence"] = chunked_divergence(
+                hidden_ND, weight, states, teacher, bias_V=bias, **options
             )
-        zeros = torch.zeros(numel, dtype=scores[0].dtype, device=hidden_ND.device)
-        return tuple(zeros.index_put((layout.places,), values) for values in scores)
+        return out
 
     def _hidden(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """Return the states from which the tokens are predicted, [N, D], and the weight of the LM
@@ -355,32 +349,38 @@ class TokenScorer(TensorDictModuleBase):
         With ``centering``, see ``chunked_log_probs``, this reads ``("kept_log_probs", "sampled")``
         too and writes the mean scores, ``("centering", "full")``.
         """
-        layout = getattr(tensordict.get(keys.LAYOUT, None), "data", None)
-        of_ours = self.mask_key != keys.ASSISTANT_MASK or layout is not None
+        prepared = getattr(tensordict.get(keys.LAYOUT, None), "data", None)
+        of_ours = self.mask_key != keys.ASSISTANT_MASK or prepared is not None
         if not of_ours and is_of_wrapper(tensordict):
             tensordict = sequences_of(tensordict, self.tokens_key)
-        tokens, mask = pad(tensordict, self.tokens_key), pad(tensordict, self.mask_key, False)
-        if not (
-            isinstance(layout, Layout) and layout.source[0] is tokens and layout.source[1] is mask
-        ):
-            layout = self.layout(tokens, mask, images=images_of_rows(tensordict))
-        states = None if self.teacher is None else pad(tensordict, keys.TEACHER_STATES)
-        kept = pad(tensordict, keys.KEPT, -1) if has(tensordict, keys.KEPT) else None
-        sample = None if centering is None else pad(tensordict, keys.KEPT_LOG_PROBS)
-        third = keys.DIVERGENCE if centering is None else keys.CENTERING
-        out_keys = (keys.CUR_LOG_PROBS, keys.ENTROPY, third)
-        scores = self.score_layout(layout, states, kept, sample, centering)
-        for key, values in zip(out_keys, scores, strict=False):
-            tensordict.set(key, values)
+        if prepared is not None and prepared[0] is tensordict.get(self.mask_key):
+            _, rows, layout = prepared
+        else:
+            rows = Rows.read(tensordict, (), self.tokens_key, self.mask_key)
+            layout = self.layout(rows)
+        rows = rows.reading(tensordict, (keys.KEPT, keys.KEPT_LOG_PROBS, keys.TEACHER_STATES))
+        scores = self.score_rows(layout, rows.values, center=centering, teacher=self.teacher)
+        ragged = isinstance(tensordict, LazyStackedTensorDict)
+        width = None if ragged else tensordict.get(self.tokens_key).shape[1]
+        for name, value in scores.items():
+            tensordict.set(_OUT_KEYS[name], rows.padded(value, width))
         return tensordict
 
 
-def _of_scored(layout: Layout, values: Tensor) -> Tensor:
-    """Return the values [B, S, E] of the tokens of the mask at the tokens of a layout, [N, E]."""
-    mask = layout.source[1]
-    number = mask.cumsum(1).flatten() - 1  # of each token among those of the mask in its row
-    places = layout.places.to(mask.device)
-    return values[places // mask.shape[1], number[places]].to(layout.places.device)
+_OUT_KEYS: dict[str, NestedKey] = {
+    "log_prob": keys.CUR_LOG_PROBS,
+    "entropy": keys.ENTROPY,
+    "centering": keys.CENTERING,
+    "divergence": keys.DIVERGENCE,
+}
+
+
+def _at_all(layout: Layout, values: Tensor) -> Tensor:
+    """Return values of the predicted tokens at all scored tokens."""
+    if layout.places is None:
+        return values
+    zeros = values.new_zeros(layout.num_scored, *values.shape[1:])
+    return zeros.index_put((layout.places,), values)
 
 
 @torch.no_grad()
@@ -483,8 +483,8 @@ def check_images(scorer: TokenScorer, prompt: ImagePrompt) -> None:
     inputs = {name: value.to(device) for name, value in inputs.items() if name in accepted}
     with _evaluated(scorer.model), torch.autocast(device.type, enabled=False):
         mask = torch.ones_like(tokens, dtype=torch.bool)
-        layout = scorer.layout(tokens, mask, images=[(first,)])
-        scores = TokenScorer.score_layout(scorer, layout)[0][0, 1:]
+        layout = scorer.layout(Rows.of(tokens, mask, [(first,)]))
+        scores = TokenScorer.score_rows(scorer, layout)["log_prob"][1:]
         logits = base(**inputs, use_cache=False).logits[0, :-1].float() / scorer.temperature
     targets = tokens[0, 1:, None].to(device)
     difference = (scores - logits.log_softmax(-1).gather(-1, targets)[:, 0]).abs().mean().item()
@@ -523,7 +523,8 @@ def _rounding(dtype: torch.dtype, logits: Tensor) -> float:
 
 def _scores(scorer: TokenScorer, tokens: Tensor, mask: Tensor) -> Tensor:
     """Log-probs [B, T] of the model as it is, with its adapters."""
-    return TokenScorer.score_layout(scorer, scorer.layout(tokens, mask))[0]
+    rows = Rows.of(tokens, mask)
+    return rows.padded(TokenScorer.score_rows(scorer, scorer.layout(rows))["log_prob"])
 
 
 def _check_packing(scorer: TokenScorer, tokens: Tensor, rounding: float) -> str:
@@ -585,15 +586,15 @@ class AdapterOffScorer(TokenScorer):
     a second model.
     """
 
-    def score_layout(self, layout: Layout, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """Score with only the base model; see ``TokenScorer.score_layout``."""
+    def score_rows(self, layout: Layout, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Score with only the base model; see ``TokenScorer.score_rows``."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with self.model.disable_adapter():
             # peft turns this off meanwhile. If this is the first forward, FSDP2 would then believe
             # that nothing is trained, and not cast the gradients.
             for parameter in trained:
                 parameter.requires_grad_(True)
-            return super().score_layout(layout, *args, **kwargs)
+            return super().score_rows(layout, *args, **kwargs)
 
 
 class AverageScorer(TokenScorer):
@@ -660,10 +661,10 @@ class AverageScorer(TokenScorer):
             weight.copy_(copy)
         self._is_swapped = not self._is_swapped
 
-    def score_layout(self, layout: Layout, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """Score with the average; see ``TokenScorer.score_layout``."""
+    def score_rows(self, layout: Layout, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Score with the average; see ``TokenScorer.score_rows``."""
         with self.for_passes():
-            return super().score_layout(layout, *args, **kwargs)
+            return super().score_rows(layout, *args, **kwargs)
 
     def teacher_states(self, layout: Layout, top_k: int | None = None) -> Tensor:
         """Return the average's states; see ``TokenScorer.teacher_states``."""

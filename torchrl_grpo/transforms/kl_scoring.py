@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
+from tensordict import (
+    LazyStackedTensorDict,
+    NestedKey,
+    TensorDict,
+    TensorDictBase,
+    lazy_stack,
+)
 from torch import Tensor
 from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Transform
@@ -16,17 +23,11 @@ from torchrl_grpo.envs.specs import RaggedRows
 from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.images import Spans
-from torchrl_grpo.models.layout import Layout, shared_prompts
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import forward_memory
-from torchrl_grpo.models.padding import (
-    has,
-    images_of_rows,
-    is_of_wrapper,
-    pad,
-    sequences_of,
-)
-from torchrl_grpo.models.passes import pass_tokens, rank_micro_batches
+from torchrl_grpo.models.padding import has, is_of_wrapper, sequences_of
+from torchrl_grpo.models.passes import Pass, make_passes
+from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import TokenScorer, autocast, check_packing
 from torchrl_grpo.models.sharding import compute_device, mesh_of
 from torchrl_grpo.transforms.ragged import flatten, is_written, set_rows
@@ -136,62 +137,57 @@ class KLScoring(Transform):
         Raises:
             MemoryShortError: the model's device has no more memory.
         """
-        device, of_tokens = compute_device(self.scorer.model), tokens.device
-        tokens, mask, lengths = tokens.cpu(), mask.cpu(), lengths.cpu()
-        packs = self.scorer.packs(tokens.shape[1], images)
-        prompts = shared_prompts(tokens, mask, images) if packs else None
-        mesh = mesh_of(self.scorer.model)
-        rank, world_size = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
-        parts = rank_micro_batches(lengths, self.max_tokens, rank, world_size, prompts)
-        own = [prompts and [prompts[row] for row in index.tolist()] for index in parts]
-        widths = [int(lengths[index].max()) if len(index) else 2 for index in parts]
-        spans = [images and [images[row] for row in index.tolist()] for index in parts]
-        layouts = [
-            self.scorer.layout(tokens[index, :width], mask[index, :width], of_rows, of_images)
-            if len(
-                index
-            )  # otherwise a row without scored tokens, because passes of the ranks are collective
-            else self.scorer.layout(tokens[:1, :2], torch.zeros_like(mask[:1, :2]))
-            for index, width, of_rows, of_images in zip(parts, widths, own, spans, strict=True)
-        ]
-        passes = []
-        with self.scorer.for_passes():
-            for index, of_rows, layout in zip(parts, own, layouts, strict=True):
-                try:
-                    of_pass = None if kept is None else kept[index if len(index) else slice(1)]
-                    with autocast(device, self.autocast_dtype):
-                        scores = self._pass(layout, of_pass)
-                except torch.OutOfMemoryError as error:
-                    computed = pass_tokens(lengths[index].tolist(), of_rows)
-                    raise self._memory_short(error, computed, mask[index]) from error
-                passes.append(scores)
-        shape = (*tokens.shape, *passes[0].shape[2:])
-        out = torch.zeros(shape, dtype=passes[0].dtype, device="cpu")
-        for index, width, scores in zip(parts, widths, passes, strict=True):
-            if len(index):
-                out[index, :width] = scores.to("cpu")  # waits, now that all passes have started
-        if mesh is not None:  # rows of other ranks are 0 here, so the sum does not round
-            whole = out.to(device)
-            dist.all_reduce(whole, group=mesh.get_group())
-            out = whole
-        return out.to(of_tokens)
+        rows = Rows.of(tokens, mask, images, lengths)
+        if kept is not None:
+            rows = replace(rows, values={keys.KEPT: kept[rows.of_scored.row, rows.number]})
+        return rows.padded(self.score(rows), tokens.shape[1]).to(tokens.device)
 
-    def _pass(self, layout: Layout, kept: Tensor | None) -> Tensor:
-        """Return the scores of a layout's sequences, [B, T] float32."""
-        return self.scorer.score_layout(layout, kept=kept)[0].float()
+    @torch.no_grad()
+    def score(self, rows: Rows) -> Tensor:
+        """Return the log-probs of the scored tokens, [S] float32; see ``log_probs``.
 
-    def _memory_short(self, error: BaseException, tokens: int, mask: Tensor) -> MemoryShortError:
-        """Return the out-of-memory message of a pass over this many tokens, with the memory that
-        each option would save here.
+        Args:
+            rows: the sequences, with the values that ``TokenScorer.score_rows`` reads.
         """
-        model = self.scorer.model
+        device, model = compute_device(self.scorer.model), self.scorer.model
+        mesh = mesh_of(model)
+        rank, world_size = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+        passes = make_passes(self.scorer, rows, self.max_tokens, rank, world_size)
+        parts = []
+        with self.scorer.for_passes():
+            for each in passes:
+                try:
+                    with autocast(device, self.autocast_dtype):
+                        parts.append(self._pass(each))
+                except torch.OutOfMemoryError as error:
+                    raise self._memory_short(error, each) from error
+        out = parts[0].new_zeros(len(rows.scored), *parts[0].shape[1:], device="cpu")
+        for each, scores in zip(passes, parts, strict=True):
+            if len(each.index):
+                places = rows.of_scored.places(each.index)
+                out[places] = scores.to("cpu")  # waits, now that all passes have started
+        if mesh is not None:  # rows of other ranks are 0 here, so the sum does not round
+            out = out.to(device)
+            dist.all_reduce(out, group=mesh.get_group())
+        return out
+
+    def _pass(self, each: Pass) -> Tensor:
+        """Return the scores of a pass, [S] float32."""
+        assert each.layout is not None
+        return self.scorer.score_rows(each.layout, each.rows.values)["log_prob"].float()
+
+    def _memory_short(self, error: BaseException, each: Pass) -> MemoryShortError:
+        """Return the out-of-memory message of a pass, with the memory that each option would save
+        here.
+        """
+        model, tokens = self.scorer.model, each.tokens
         of_weights = next(model.parameters()).element_size()
         of_pass = of_weights if self.autocast_dtype is None else 2
         weights = sum(parameter.nbytes for parameter in model.parameters())
         activations = forward_memory(shape_of(model), tokens, of_pass)
-        half = int(mask.sum()) // 2  # half of the sampled tokens
+        half = len(each.rows.scored) // 2  # half of the sampled tokens
         knobs: dict[str, float] = {}
-        if len(mask) > 1:
+        if len(each.index) > 1:
             knobs[f"train.micro_batch_tokens={tokens // 2}"] = activations / 2
         elif half:
             knobs[f"inference_model.max_new_tokens={half}"] = activations * half / tokens
@@ -211,12 +207,15 @@ class KLScoring(Transform):
         """Return the log-probs of each sequence of a flat batch, each as long as its tokens."""
         if self.in_keys[1] == keys.ASSISTANT_MASK and is_of_wrapper(batch):
             return self._score_wrappers(batch)
-        tokens, mask = (pad(batch, key) for key in self.in_keys)
-        sizes = [part.get(self.in_keys[0]).shape[-1] for part in batch.unbind(0)]
-        widths = torch.tensor(sizes, device="cpu")
-        kept = pad(batch, keys.KEPT, -1) if has(batch, keys.KEPT) else None
-        scores = self.log_probs(tokens, mask, widths, kept, images_of_rows(batch))
-        return [row[:width] for row, width in zip(scores, widths.tolist(), strict=True)]
+        rows = Rows.read(batch, (keys.KEPT,), *self.in_keys)
+        tokens = batch[0].get(self.in_keys[0])
+        scores = self.score(rows).to(tokens.device)
+        ragged = isinstance(batch, LazyStackedTensorDict)
+        return self._split(rows, scores, None if ragged else tokens.shape[-1])
+
+    def _split(self, rows: Rows, scores: Tensor, width: int | None) -> list[Tensor]:
+        """Return the scores [S, ...] of each sequence; ``width`` is that of a padded batch."""
+        return rows.of_each(scores) if width is None else list(rows.padded(scores, width))
 
     def _score_wrappers(self, batch: TensorDictBase) -> list[Tensor]:
         """Do ``_score`` for a batch of TorchRL's wrappers, which may be padded on either side."""
@@ -295,8 +294,10 @@ class EntropyScoring(KLScoring):
 
     entropy_key: NestedKey = keys.PROX_ENTROPY
 
-    def _pass(self, layout: Layout, kept: Tensor | None) -> Tensor:
-        return torch.stack(self.scorer.score_layout(layout, kept=kept)[:2], -1).float()
+    def _pass(self, each: Pass) -> Tensor:
+        assert each.layout is not None
+        scores = self.scorer.score_rows(each.layout, each.rows.values)
+        return torch.stack([scores["log_prob"], scores["entropy"]], -1).float()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = self._score(flatten(tensordict))

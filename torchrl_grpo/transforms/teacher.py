@@ -15,8 +15,9 @@ from torchrl.envs import Transform
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import kl_k1
-from torchrl_grpo.models.layout import Layout
 from torchrl_grpo.models.padding import has, images_of_row, pad
+from torchrl_grpo.models.passes import Pass
+from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.ragged import flatten, set_tokens
@@ -39,12 +40,12 @@ class TeacherStates(KLScoring):
         super().__init__(scorer, out_key=keys.TEACHER_STATES, **options)
         self.top_k = top_k
 
-    def _pass(self, layout: Layout, kept: Tensor | None) -> Tensor:
-        return self.scorer.teacher_states(layout, self.top_k)
+    def _pass(self, each: Pass) -> Tensor:
+        assert each.layout is not None
+        return self.scorer.teacher_states(each.layout, self.top_k)
 
-    def _score(self, batch: TensorDictBase) -> list[Tensor]:
-        masks = [row.get(keys.ASSISTANT_MASK) for row in batch.unbind(0)]
-        return [states[mask] for states, mask in zip(super()._score(batch), masks, strict=True)]
+    def _split(self, rows: Rows, scores: Tensor, width: int | None) -> list[Tensor]:
+        return list(scores.split(rows.of_scored.sizes.tolist()))
 
 
 class TeacherScoring(Transform):

@@ -186,16 +186,15 @@ def outcome(folder: Path, text: str, gpus: int, gb: float, script: str = "sync")
 def facts(context: Any, transfer: Any, asynchronous: bool) -> Any:
     """Return what is known of a run whose models would load now."""
     from torchrl_grpo.assembly import layouts
-    from torchrl_grpo.assembly.blueprint import stored_bytes
     from torchrl_grpo.extras.doctor.doctor import memory_rows
 
     return {
         "memory": memory_rows(context),
-        "stored": stored_bytes(context, transfer),
+        "stored": layouts._stored_bytes(context, transfer),
         "transfer": [transfer.kind, transfer.together],
         "turns": context.sleeps,
         "geometry": asdict(layouts._task_setup(context, int(asynchronous))),
-        "lengths": [context.max_prompt_tokens, context.max_dialog_tokens],
+        "lengths": [*context.prompt_tokens],
     }
 
 

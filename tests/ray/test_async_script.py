@@ -20,7 +20,7 @@ from tests.support.configs import compose_config
 from tests.support.devices import CPU
 from tests.support.documentation import undocumented
 from tests.support.scripts import ASYNC, SMALL, SYNC, Script, rows_of
-from torchrl_grpo.assembly import blueprint as blueprint_module
+from torchrl_grpo.assembly import prepare as prepare_module
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.host.checkpoint_files import checkpoints_in, step_of
 from torchrl_grpo.reporting.metrics import read_jsonl
@@ -142,7 +142,7 @@ def test_all_ranks_and_all_samplers_take_turns_on_the_same_devices(
 ) -> None:
     """On two GPUs this is ``train_model.num_devices=all inference_model.num_devices=all``."""
     plan = DevicePlan((CPU, CPU), ((CPU,), (CPU,)), (CPU,), colocated=True)
-    monkeypatch.setattr(blueprint_module, "plan_devices", lambda *_, **__: plan)
+    monkeypatch.setattr(prepare_module, "plan_devices", lambda *_, **__: plan)
     settings = (
         "policy.kl_coef=0.01", "train.dialog_turns_per_batch=32", "train.total_dialog_turns=96",
         "inference_model.check_sync=true", "evaluation.num_prompts=8",

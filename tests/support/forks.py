@@ -215,7 +215,7 @@ def _import_and_serve(address: str, parent: int) -> None:
         import_module(module)
     from tests.support import known_prompts
     from tests.support.configs import compose_config
-    from torchrl_grpo.assembly.blueprint import prepare
+    from torchrl_grpo.assembly.prepare import prepare
 
     _patch()
     known_prompts.keep()

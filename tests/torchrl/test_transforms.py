@@ -23,7 +23,7 @@ from tests.support.echo import EchoTask, TwoTurnTask, add
 from tests.support.envs import END, ScriptedEngine, column, respond
 from torchrl_grpo import keys
 from torchrl_grpo.assembly import parts
-from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.sampler import RolloutReport, RolloutTask, Sampler
 from torchrl_grpo.config import ConfigError
@@ -360,8 +360,8 @@ def test_the_config_gives_each_environment_transforms_of_its_own() -> None:
     config = compose_config(
         *SMALL, "evaluation.num_prompts=2", f"env.transforms={nodes}", "env.max_turns=2"
     )
-    blueprint = prepare(config)
-    sampler = parts.make_sampler(blueprint, 1, 2)
+    context = prepare(config)
+    sampler = parts.make_sampler(context, 1, 2)
     assert sampler.evaluator is not None
     envs = [sampler._take(1).env, sampler._take(1).env, sampler.evaluator.greedy_env]
     assert [type(env.transform) for env in envs] == [HistoryTransforms] * 3
@@ -378,14 +378,14 @@ def test_the_config_gives_each_environment_transforms_of_its_own() -> None:
 def test_the_state_of_a_configs_transforms_is_resumed_with_the_engines() -> None:
     """``VecNormV2`` scales a reward by the statistics of all rewards before it."""
     nodes = "env.transforms=[{_target_: torchrl.envs.VecNormV2, in_keys: [reward]}]"
-    blueprint = prepare(compose_config(*SMALL, nodes))
-    draw = blueprint.train_env.drawing.draw
+    context = prepare(compose_config(*SMALL, nodes))
+    draw = context.train_env.drawing.draw
 
     def rewards(sampler: Sampler, task: RolloutTask) -> tuple[RolloutReport, list[float]]:
         report, groups = sampler.play(task)
         return report, [reward for group in groups for reward in group["next", "reward"].flatten()]
 
-    make = partial(parts.make_sampler, blueprint, 4)
+    make = partial(parts.make_sampler, context, 4)
     whole = make_seeded(make, 0, None)
     tasks = [RolloutTask(tuple(draw() for _ in range(2))) for _ in range(3)]
     for task in tasks[:2]:

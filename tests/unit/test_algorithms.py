@@ -21,7 +21,7 @@ from tests.support.configs import ROOT, SMALL, compose_config
 from tests.support.losses import Table, make_batch, total
 from torchrl_grpo import functional as F
 from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
-from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.models.scoring import WrapperScorer

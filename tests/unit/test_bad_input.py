@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from tests.support.configs import compose_config
-from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.config import ConfigError, check_command_line, from_hydra
 from torchrl_grpo.config.schema import COMPONENTS, FIELDS, GRPOConfig
 from torchrl_grpo.starter import starter_path

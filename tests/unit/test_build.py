@@ -19,11 +19,12 @@ from tests.support.configs import compose_config
 from tests.support.documentation import undocumented
 from tests.support.models import make_tiny_model
 from tests.support.runs import at, state_in, whole_state_of
-from torchrl_grpo.assembly import blueprint as blueprint_module
 from torchrl_grpo.assembly import layouts
+from torchrl_grpo.assembly import prepare as prepare_module
 from torchrl_grpo.assembly import run as run_module
-from torchrl_grpo.assembly.blueprint import plan_rows, prepare
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
+from torchrl_grpo.assembly.shares import plan_rows
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import ConfigError, GRPOConfig, leaves, plain
 from torchrl_grpo.models import loading
@@ -212,9 +213,9 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
         "env.max_prompt_tokens=300",
         name="grpo_arithmetic",
     )
-    blueprint = prepare(config)
-    assert blueprint.train_env.num_dropped == 1
-    assert blueprint.greedy_env is not None and blueprint.greedy_env.batch_size == (
+    context = prepare(config)
+    assert context.train_env.num_dropped == 1
+    assert context.tests is not None and context.tests.greedy.batch_size == (
         1,
     )  # no problem is counted twice
 
@@ -223,10 +224,10 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_weights")
 def test_the_plan_table_lists_the_devices_and_what_one_of_them_holds() -> None:
     def table(plan: DevicePlan, *overrides: str) -> list[tuple[str, str, float]]:
-        blueprint = dataclasses.replace(prepare(compose_config(*SMALL, *overrides)), plan=plan)
-        roles = blueprint.memory.roles()
-        count = blueprint.shape.parameters
-        rows = plan_rows(blueprint)
+        context = dataclasses.replace(prepare(compose_config(*SMALL, *overrides)), plan=plan)
+        roles = context.memory.roles()
+        count = context.shape.parameters
+        rows = plan_rows(context)
         held = {
             role.partition(" ")[0]: memory.parts()["weights"] / count
             for role, memory in roles.items()
@@ -268,7 +269,7 @@ def test_the_plan_table_lists_the_devices_and_what_one_of_them_holds() -> None:
 
 def test_vllm_use_v1_is_answered_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(blueprint_module.torchrl_logger, "info", lines.append)
+    monkeypatch.setattr(prepare_module.torchrl_logger, "info", lines.append)
     monkeypatch.setenv("VLLM_USE_V1", "0")
     prepare(compose_config(*SMALL))
     assert [line for line in lines if "VLLM_USE_V1" in line] == [

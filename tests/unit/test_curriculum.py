@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.configs import compose_config
 from tests.support.scripts import SMALL, SYNC, rows_of
-from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.tasks.base import Problem, Score, Split, Task
 from torchrl_grpo.tasks.curriculum import WINDOW, Curriculum

@@ -18,7 +18,7 @@ from datasets import Dataset
 from tests.support.configs import compose_config
 from tests.support.datasets import ROWS, error_of, write
 from tests.support.published import published
-from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.integrations.graders.ifeval_task import IFEvalTask
 from torchrl_grpo.integrations.graders.math_task import MathTask, last_boxed
@@ -337,8 +337,8 @@ def test_without_a_test_split_the_error_says_what_to_set(tmp_path: Path) -> None
 def test_a_run_that_evaluates_nothing_needs_no_test_split(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", ROWS)
     overrides = (f"env.dataset={path}", "env.reward=math", "evaluation.k=0")
-    blueprint = prepare(compose_config(*overrides, "evaluation.num_prompts=0"))
-    assert blueprint.greedy_env is None and blueprint.train_env.num_problems == len(ROWS)
+    context = prepare(compose_config(*overrides, "evaluation.num_prompts=0"))
+    assert context.tests is None and context.train_env.num_problems == len(ROWS)
     with pytest.raises(
         ConfigError, match=r"set env\.test_split=NAME .* or evaluation\.num_prompts=0"
     ):

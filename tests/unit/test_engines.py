@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from tests.support.configs import ROOT, SMALL, compose_config
 from torchrl_grpo import checks
-from torchrl_grpo.assembly.blueprint import prepare, task_geometry
+from torchrl_grpo.assembly.geometry import task_geometry
 from torchrl_grpo.assembly.parts import make_engine, make_sampler
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors.sampler import RolloutTask
 from torchrl_grpo.config import ConfigError
@@ -183,7 +184,7 @@ def test_the_config_refuses_what_an_engine_cannot_do(
     ("refuses", "message"),
     [("machine", "server: no machine, on_cpu=True"), ("model", "server: no .* in float32")],
 )
-def test_what_an_engine_refuses_comes_with_the_blueprint(
+def test_what_an_engine_refuses_comes_before_weights_load(
     server: str, refuses: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Server, "refuses", refuses)
@@ -193,21 +194,21 @@ def test_what_an_engine_refuses_comes_with_the_blueprint(
 
 @pytest.mark.slow
 def test_a_third_engine_is_made_and_plays(server: str) -> None:
-    blueprint = prepare(compose_config(*SMALL, server, "seed=3"), [])
-    assert task_geometry(blueprint.config, 2) == (
+    context = prepare(compose_config(*SMALL, server, "seed=3"), [])
+    assert task_geometry(context.config, 2) == (
         1,
         2,
     )  # single groups, because concurrent calls are supported
-    engine = make_engine(blueprint, CPU)
+    engine = make_engine(context, CPU)
     assert isinstance(engine, Server)
     assert (engine.request.seed, engine.request.on_cpu, engine.request.colocated) == (
         3,
         True,
         False,
     )
-    assert engine.request.options.max_new_tokens == blueprint.config.inference_model.max_new_tokens
-    sampler = make_sampler(blueprint, device=CPU)
-    drawing = blueprint.train_env.drawing
+    assert engine.request.options.max_new_tokens == context.config.inference_model.max_new_tokens
+    sampler = make_sampler(context, device=CPU)
+    drawing = context.train_env.drawing
     report, groups = sampler.play(RolloutTask(tuple(drawing.draw() for _ in range(4))))
     sampler.close()
     assert [group.group for group in report.groups] == [0, 1, 2, 3]

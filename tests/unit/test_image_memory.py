@@ -17,8 +17,9 @@ from transformers import Idefics3Config, Idefics3ForConditionalGeneration, PreTr
 from tests.support.configs import compose_config
 from tests.support.vision import MAKERS, TEXT
 from torchrl_grpo import keys
-from torchrl_grpo.assembly.blueprint import Blueprint, prepare
+from torchrl_grpo.assembly.context import Context
 from torchrl_grpo.assembly.memory import Images, encoder_cache_bytes, image_memory
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.extras.doctor import doctor
 from torchrl_grpo.extras.plan.command import main, parse, settings_of
 from torchrl_grpo.extras.plan.hardware import GPUS, SHAPES, model_shape
@@ -108,31 +109,31 @@ def test_the_plan_counts_the_model_of_a_folder_and_of_a_name(path: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def blueprint() -> Blueprint:
+def context() -> Context:
     return prepare(compose_config(name="grpo_shapes"))
 
 
 @pytest.mark.slow
-def test_all_memory_reports_include_images(blueprint: Blueprint) -> None:
-    memory, config = blueprint.memory, blueprint.config
-    prompt = max(blueprint.train_env.prompts.first(100), key=len)
+def test_all_memory_reports_include_images(context: Context) -> None:
+    memory, config = context.memory, context.config
+    prompt = max(context.train_env.prompts.first(100), key=len)
     [span] = images_of(prompt)
     features = span.image.num_features
     assert len(prompt) > features > 0
     options = [f"--prompt-tokens={len(prompt)}", f"--response-tokens={config.max_response_tokens}"]
     work = settings_of(config, parse(options)).work
-    assert work.shape == blueprint.shape
+    assert work.shape == context.shape
     assert work.train_memory(1) == memory.train
     assert memory.reference is not None
     assert work.reference_memory(1) == memory.reference.weights
-    problems = blueprint.train_env.num_problems
+    problems = context.train_env.num_problems
     assert memory.images == {
         "pixels": problems * span.image.nbytes,
-        "features": 3 * problems * features * blueprint.shape.hidden * 4,
+        "features": 3 * problems * features * context.shape.hidden * 4,
     }
-    rows = {row["resource"]: row["details"] for row in doctor.memory_rows(blueprint)}
+    rows = {row["resource"]: row["details"] for row in doctor.memory_rows(context)}
     assert in_words(memory.images) in rows["memory of images"]
-    large = replace(blueprint.shape, features=2**30)
+    large = replace(context.shape, features=2**30)
     cached = image_memory(config, large, Images(1.0, 2.0**30, 10), ranks=2, samplers=1)
     assert cached == {"pixels": 2**30, "features": 4 * 2**30}
 

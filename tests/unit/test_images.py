@@ -26,7 +26,7 @@ from tests.support.pictures import broken_pictures, picture
 from tests.support.runs import SMALL
 from tests.support.vision import MAKERS, retie, spread
 from torchrl_grpo import keys
-from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.chat.template import ChatEncoder, TurnTemplate, render_chat
 from torchrl_grpo.collectors.demonstrations import ChatWriter, WrittenChat
@@ -642,7 +642,7 @@ def test_a_run_learns_from_demonstrations_with_images_too(kit: Kit, tmp_path: Pa
     rows = [{**row, "demo": f"There are {row['answer']}."} for row in rows]
     path.write_text("\n".join(map(json.dumps, rows)))
     made = build(compose_config(*arguments), tmp_path / "run")
-    env, stops = made.blueprint.train_env, made.blueprint.params.stop_token_ids
+    env, stops = made.context.train_env, made.context.params.stop_token_ids
     try:
         made.fit()
     finally:

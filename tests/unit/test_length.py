@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from tests.support.configs import compose_config, composed
 from tests.support.runs import at
-from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, plain
 from torchrl_grpo.config.resumed import on_saved_config

@@ -15,10 +15,13 @@ from tensordict import TensorDict
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import compose_config
 from tests.support.runs import SMALL, numbers, run, steps
-from torchrl_grpo.assembly import blueprint as blueprint_module
 from torchrl_grpo.assembly import parts
-from torchrl_grpo.assembly.blueprint import Blueprint, plan_rows, prepare
+from torchrl_grpo.assembly import prepare as prepare_module
+from torchrl_grpo.assembly import shares as shares_module
+from torchrl_grpo.assembly.context import Context
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
+from torchrl_grpo.assembly.shares import plan_rows
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.extras.doctor import doctor
@@ -59,27 +62,27 @@ def full(*_: Any, **__: Any) -> None:
 )
 def test_all_memory_reports_agree(job: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     config = compose_config(*SMALL, "train.micro_batch_tokens=100", *job)
-    blueprint = prepare(config)
-    memory = blueprint.memory
+    context = prepare(config)
+    memory = context.memory
 
-    rows = {row["role"].partition(" ")[0]: row["memory per device"] for row in plan_rows(blueprint)}
+    rows = {row["role"].partition(" ")[0]: row["memory per device"] for row in plan_rows(context)}
     assert rows["train"] == memory.train.peak and rows["inference"] == memory.engine.peak
     assert rows["reference"] == (memory.reference.peak if memory.reference else 0)
 
-    details = {row["resource"]: row["details"] for row in doctor.memory_rows(blueprint)}
+    details = {row["resource"]: row["details"] for row in doctor.memory_rows(context)}
     for role, held in memory.roles().items():
         assert in_words(held.parts()) in details[f"memory of {role}"]
     assert "KV cache" in details["memory of inference"] and " 0 bytes" not in " ".join(
         details.values()
     )
 
-    prompt = max(map(len, blueprint.train_env.prompts.first(100)))
+    prompt = max(map(len, context.train_env.prompts.first(100)))
     options = parse(
         [f"--prompt-tokens={prompt}", f"--response-tokens={config.max_response_tokens}"]
     )
     settings = settings_of(config, options)
     work = settings.work
-    assert work.shape == blueprint.shape
+    assert work.shape == context.shape
     assert work.train_memory(1) == memory.train
     assert work.reference_memory(1) == (memory.reference.weights if memory.reference else 0)
     assert (work.weight_bytes, 4 * work.group_memory()) == (
@@ -87,7 +90,7 @@ def test_all_memory_reports_agree(job: tuple[str, ...], monkeypatch: pytest.Monk
         memory.engine.cache,
     )
 
-    trainer = parts.make_trainer(blueprint, torch.device("cpu"))
+    trainer = parts.make_trainer(context, torch.device("cpu"))
     monkeypatch.setattr(
         trainer, "train_step", full
     )  # before the first pass: the largest possible one
@@ -116,16 +119,16 @@ def test_passes_are_as_large_as_the_budget_and_no_sequence_is_divided() -> None:
     assert dataclasses.replace(setup, ranks=4).of_batch(250, 20).tokens == 63
 
 
-def shared(monkeypatch: pytest.MonkeyPatch, total: int, *overrides: str) -> Blueprint:
-    """Return the blueprint of a vLLM run whose roles share a GPU with this many bytes."""
-    monkeypatch.setattr(blueprint_module, "accelerators_in_use", lambda: {"cuda:0": (0, total)})
+def shared(monkeypatch: pytest.MonkeyPatch, total: int, *overrides: str) -> Context:
+    """Return the context of a vLLM run whose roles share a GPU with this many bytes."""
+    monkeypatch.setattr(shares_module, "accelerators_in_use", lambda: {"cuda:0": (0, total)})
     monkeypatch.setattr(vllm_module, "require_vllm", lambda **_: None)
     gpu = torch.device("cuda:0")
     return prepare(compose_config(*SMALL, "inference_model.backend=vllm", *overrides), [gpu])
 
 
-def check(blueprint: Blueprint, *, sleeps: bool = True) -> None:
-    blueprint_module.check_devices(dataclasses.replace(blueprint, sleeps=sleeps))
+def check(context: Context, *, sleeps: bool = True) -> None:
+    shares_module.check_devices(dataclasses.replace(context, sleeps=sleeps))
 
 
 @pytest.mark.slow
@@ -137,9 +140,9 @@ def test_a_shared_gpu_without_room_for_the_moments_is_refused(
     """
     total = STARTER * 16 * 10 // 6
     check(shared(monkeypatch, total + 100))
-    blueprint = shared(monkeypatch, total - 100)
+    context = shared(monkeypatch, total - 100)
     with pytest.raises(ConfigError) as raised:
-        check(blueprint)
+        check(context)
     assert str(raised.value) == (
         f"inference_model.gpu_memory_utilization=0.4 must be a share of cuda:0 that holds the engine's "
         f"{size(4 * STARTER)} of weights and fits beside {size(12 * STARTER)} of trained weights and optimizer state "
@@ -155,16 +158,16 @@ def test_a_shared_gpu_without_room_for_the_moments_is_refused(
 def test_processes_that_keep_their_memory_need_room_for_the_gradients_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    blueprint = shared(monkeypatch, STARTER * 16 * 10 // 6 + 100)
-    check(blueprint)
+    context = shared(monkeypatch, STARTER * 16 * 10 // 6 + 100)
+    check(context)
     with pytest.raises(ConfigError, match=r"gradients.* 1\.71 MB of the reference model"):
-        check(blueprint, sleeps=False)
+        check(context, sleeps=False)
 
 
 def test_a_share_that_cannot_hold_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    blueprint = shared(monkeypatch, 40 * STARTER, "inference_model.gpu_memory_utilization=0.05")
+    context = shared(monkeypatch, 40 * STARTER, "inference_model.gpu_memory_utilization=0.05")
     with pytest.raises(ConfigError, match=r"utilization=0\.05 .*engine's 1\.71 MB"):
-        check(blueprint)
+        check(context)
 
 
 def test_a_device_that_cannot_hold_its_part_of_the_training_is_refused(
@@ -172,15 +175,15 @@ def test_a_device_that_cannot_hold_its_part_of_the_training_is_refused(
 ) -> None:
     gpus = [torch.device("cuda", index) for index in range(3)]
     plan = DevicePlan((gpus[0],), ((gpus[1],),), (gpus[2],), colocated=False)
-    blueprint = dataclasses.replace(shared(monkeypatch, 15 * STARTER), plan=plan)
+    context = dataclasses.replace(shared(monkeypatch, 15 * STARTER), plan=plan)
     with pytest.raises(
         ConfigError,
         match=r"train_model\.num_devices=1 .*cuda:0 .*gradients",
     ):
-        check(blueprint)
+        check(context)
     check(
         dataclasses.replace(
-            blueprint, plan=dataclasses.replace(plan, train=(gpus[0], gpus[2]), reference=())
+            context, plan=dataclasses.replace(plan, train=(gpus[0], gpus[2]), reference=())
         )
     )
 
@@ -189,10 +192,8 @@ def test_a_run_asks_for_room_before_it_loads_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = [torch.device("cuda:0")]
-    monkeypatch.setattr(blueprint_module, "available_accelerators", lambda: gpu)
-    monkeypatch.setattr(
-        blueprint_module, "accelerators_in_use", lambda: {"cuda:0": (0, 15 * STARTER)}
-    )
+    monkeypatch.setattr(prepare_module, "available_accelerators", lambda: gpu)
+    monkeypatch.setattr(shares_module, "accelerators_in_use", lambda: {"cuda:0": (0, 15 * STARTER)})
     monkeypatch.setattr(vllm_module, "require_vllm", lambda **_: None)
     monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=r"inference_model\.gpu_memory_utilization=0\.4 .*cuda:0"):

@@ -24,7 +24,7 @@ from tests.support.configs import ROOT, compose_config, composed
 from tests.support.models import make_tiny_model
 from tests.support.runs import at, changed, reseal, run, state_in, steps
 from torchrl_grpo import objectives, transforms
-from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, from_hydra, plain
 from torchrl_grpo.config.schema import ADVANTAGES, FIELDS, LOSSES

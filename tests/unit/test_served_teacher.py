@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from tests.support.configs import SMALL, compose_config
 from tests.support.sglang_stub import SGLangStub
 from torchrl_grpo import keys
-from torchrl_grpo.assembly.blueprint import plan_rows, prepare
 from torchrl_grpo.assembly.parts import make_teacher
+from torchrl_grpo.assembly.prepare import prepare
+from torchrl_grpo.assembly.shares import plan_rows
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.generation.base import EngineDeadError
 from torchrl_grpo.integrations import http_client, servers
@@ -210,16 +211,16 @@ def distilled(*addresses: str) -> list[str]:
 
 @pytest.mark.slow
 def test_each_address_is_a_teacher_that_takes_no_device(stub: SGLangStub) -> None:
-    blueprint = prepare(
+    context = prepare(
         compose_config(*distilled(stub.address)), [torch.device("cuda", 0), torch.device("cuda", 1)]
     )
-    assert blueprint.plan.teacher == (CPU,) and blueprint.plan.inference == (
+    assert context.plan.teacher == (CPU,) and context.plan.inference == (
         (torch.device("cuda", 1),),
     )
-    assert blueprint.max_prompt_tokens + blueprint.params.max_new_tokens + 1 == stub.context == 2048
-    [row] = [row for row in plan_rows(blueprint) if row["role"] == "teacher"]
+    assert context.prompt_tokens[0] + context.params.max_new_tokens + 1 == stub.context == 2048
+    [row] = [row for row in plan_rows(context) if row["role"] == "teacher"]
     assert (row["devices"], row["memory per device"]) == (stub.address, 0)
-    _, [group] = make_teacher(blueprint, number=0).score(batch())
+    _, [group] = make_teacher(context, number=0).score(batch())
     expected = KLScoring(scorer(), out_key=keys.TEACHER_LOG_PROBS)(batch())
     for mine, served in zip(expected.unbind(0), group.unbind(0), strict=True):
         torch.testing.assert_close(

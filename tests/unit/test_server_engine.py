@@ -23,9 +23,10 @@ from tests.support.configs import SMALL, compose_config
 from tests.support.models import response_log_probs
 from tests.support.prompts import PROMPTS
 from tests.support.sglang_stub import SGLangStub
-from torchrl_grpo.assembly.blueprint import plan_rows, prepare
 from torchrl_grpo.assembly.parts import make_engine
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
+from torchrl_grpo.assembly.shares import plan_rows
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.extras.doctor.doctor import memory_rows
 from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
@@ -207,11 +208,11 @@ def served(*addresses: str) -> list[str]:
 @pytest.mark.slow
 def test_each_address_is_a_sampler_that_takes_no_device(stub: SGLangStub, tmp_path: Path) -> None:
     other = SGLangStub(str(starter_path()))
-    blueprint = prepare(compose_config(*served(stub.address, other.address), "env.num_envs=32"), [])
-    assert blueprint.plan.inference == ((CPU,), (CPU,)) and blueprint.plan.distributed
-    assert [row["devices"] for row in plan_rows(blueprint)][1] == f"{stub.address}, {other.address}"
-    blueprint.folder = tmp_path
-    engines = [make_engine(blueprint, CPU, concurrent=True, number=number) for number in (0, 1)]
+    context = prepare(compose_config(*served(stub.address, other.address), "env.num_envs=32"), [])
+    assert context.plan.inference == ((CPU,), (CPU,)) and context.plan.distributed
+    assert [row["devices"] for row in plan_rows(context)][1] == f"{stub.address}, {other.address}"
+    context.folder = tmp_path
+    engines = [make_engine(context, CPU, concurrent=True, number=number) for number in (0, 1)]
     assert [engine.address for engine in engines] == [stub.address, other.address]  # type: ignore[attr-defined]
     for engine in engines:
         engine.update_weights(named_weights(moved()), 1)
@@ -240,8 +241,8 @@ def test_an_evaluation_alone_loads_no_model_and_leaves_the_served_one(
     monkeypatch.setattr(loading, "load_model", None)
     evaluates = ("train.total_dialog_turns=0", "evaluation.num_prompts=4", "policy.kl_coef=0.1")
     run = build(compose_config(*served(stub.address), *evaluates), tmp_path)
-    assert [row["role"] for row in plan_rows(run.blueprint)] == ["inference (server)"]
-    assert memory_rows(run.blueprint) == []
+    assert [row["role"] for row in plan_rows(run.context)] == ["inference (server)"]
+    assert memory_rows(run.context) == []
     run.source.publish(run.learner.weights(), 0)
     metrics, rows = run.source.evaluate(sampled=False)
     run.close()
@@ -353,11 +354,11 @@ def test_a_key_that_cannot_be_sent_is_not_shown(
 def test_two_runs_that_share_a_folder_of_weights_do_not_meet_in_it(
     stub: SGLangStub, tmp_path: Path
 ) -> None:
-    blueprint = prepare(
+    context = prepare(
         compose_config(*served(stub.address), f"inference_model.weights_folder={tmp_path}"), []
     )
     for _ in range(2):
-        with make_engine(blueprint, CPU, concurrent=True, number=0) as engine:
+        with make_engine(context, CPU, concurrent=True, number=0) as engine:
             engine.update_weights(named_weights(moved()), 1)
     paths = [
         body["model_path"] for route, body in stub.seen if route == "/update_weights_from_disk"

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.configs import SMALL, compose_config
 from torchrl_grpo import keys
-from torchrl_grpo.assembly.blueprint import plan_rows, prepare
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
+from torchrl_grpo.assembly.shares import plan_rows
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.runtime.placement import DevicePlan
 from torchrl_grpo.starter import starter_path
@@ -100,9 +101,9 @@ def test_teachers_share_devices_or_have_their_own(folder: Path) -> None:
     assert own.teacher == tuple(gpus[1:3]) and not own.distributed
     assert DevicePlan((cpu,), ((cpu,),), (), False, tuple(gpus)).with_teachers(2).distributed
     assert plan.with_teachers(1) == plan
-    blueprint = prepare(compose_config(*overrides(folder, "math", "code")))
-    assert blueprint.plan.teacher == (cpu, cpu)
-    [row] = [row for row in plan_rows(blueprint) if row["role"] == "teacher"]
+    context = prepare(compose_config(*overrides(folder, "math", "code")))
+    assert context.plan.teacher == (cpu, cpu)
+    [row] = [row for row in plan_rows(context) if row["role"] == "teacher"]
     assert row["devices"] == "2 x cpu"
 
 

@@ -23,7 +23,7 @@ from tests.support.models import make_tiny_model
 from tests.support.runs import at, differences, run, state_of, steps
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
-from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.collectors.demonstrations import ChatWriter, Demonstrations, WrittenChat
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.envs import LLMEnv

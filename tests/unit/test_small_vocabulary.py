@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.configs import compose_config
 from tests.support.models import make_tiny_model
-from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError
 

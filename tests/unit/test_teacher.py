@@ -18,8 +18,9 @@ from tests.support.configs import SMALL, compose_config
 from tests.support.losses import Table, make_batch
 from tests.support.models import make_llama, make_tiny_model
 from torchrl_grpo import keys
-from torchrl_grpo.assembly.blueprint import plan_rows, prepare
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
+from torchrl_grpo.assembly.shares import plan_rows
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.models import divergence as divergence_module
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens

@@ -17,7 +17,7 @@ from tests.support.losses import Table, make_batch
 from tests.support.models import make_llama, make_tiny_model
 from tests.support.sglang_stub import SGLangStub
 from torchrl_grpo import keys
-from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors.teacher_prompts import TeacherPrompts
 from torchrl_grpo.config import ConfigError

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from tests.support.configs import compose_config
 from tests.support.documentation import undocumented
-from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, from_hydra
 from torchrl_grpo.reporting.metrics import read_jsonl
@@ -89,17 +89,17 @@ def test_long_prompts_leave_as_many_of_the_other_sets(tmp_path: Path) -> None:
     short, some = write(tmp_path, "short.jsonl", 9), write(tmp_path, "some.jsonl", 4)
     with some.open("a") as file:
         file.write(json.dumps({"question": "1+" * 400 + "1=", "answer": "401"}) + "\n")
-    blueprint = prepare(
+    context = prepare(
         compose_config(
             *SMALL, "evaluation.num_prompts=6", "evaluation.k=2", "env.reward=number", "env.max_prompt_tokens=64",
             f"evaluation.datasets=[{{dataset: {short}}},{{dataset: {some}}}]",
         ),
         [],
     )  # fmt: skip
-    assert blueprint.greedy_env is not None and blueprint.sampled_env is not None
-    names = blueprint.greedy_env.reset()["dataset"]
+    assert context.tests is not None and context.tests.sampled is not None
+    names = context.tests.greedy.reset()["dataset"]
     assert Counter(names) == {"": 6, "short": 6, "some": 4}
-    assert Counter(blueprint.sampled_env.reset()["dataset"]) == {"": 12, "short": 12, "some": 8}
+    assert Counter(context.tests.sampled.reset()["dataset"]) == {"": 12, "short": 12, "some": 8}
 
 
 def test_test_sets_beside_a_task_of_verifiers_are_refused_with_a_fix() -> None:

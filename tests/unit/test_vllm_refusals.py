@@ -15,7 +15,7 @@ from transformers import Qwen2Config
 
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import SMALL, compose_config
-from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.generation.vllm import (
     CPU_HEAD_SIZES,
@@ -164,7 +164,7 @@ def test_vllm_for_cuda_is_refused_without_an_accelerator(monkeypatch: pytest.Mon
         ({}, ["inference_model.kv_cache_gib=1e-4"], r"kv_cache_gib=0\.0001 must hold"),
     ],
 )
-def test_a_refusal_comes_with_the_blueprint(
+def test_a_refusal_comes_before_weights_load(
     changed: dict[str, Any],
     overrides: list[str],
     message: str,

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torchrl import torchrl_logger
 
-from torchrl_grpo.assembly.blueprint import (
-    Blueprint,
-    check_devices,
-    stored_bytes,
-    task_geometry,
-)
+from torchrl_grpo.assembly.context import Context
+from torchrl_grpo.assembly.geometry import task_geometry
 from torchrl_grpo.assembly.parts import make_learner, make_reference, make_sampler, make_teacher
+from torchrl_grpo.assembly.shares import check_devices
 from torchrl_grpo.checks import InFlight
 from torchrl_grpo.config import check_one_process
 from torchrl_grpo.generation.engines import ENGINES
@@ -59,22 +56,22 @@ class _TaskSetup:
 class LocalLayout:
     """All roles in this thread."""
 
-    def check(self, blueprint: Blueprint) -> None:
+    def check(self, context: Context) -> None:
         """Check what this layout requires, before anything is loaded.
 
         Raises:
             ConfigError: a rule is broken.
         """
-        check_devices(blueprint)
-        check_one_process(blueprint.config)
+        check_devices(context)
+        check_one_process(context.config)
 
     def make_roles(
-        self, blueprint: Blueprint, transfer: Transfer, max_staleness: int, resources: ExitStack
+        self, context: Context, transfer: Transfer, max_staleness: int, resources: ExitStack
     ) -> tuple[Learner, Rollouts]:
         """Make the learner and the rollouts, and start them.
 
         Args:
-            blueprint: checked.
+            context: checked.
             transfer: kind of weight transfer to the engines.
             max_staleness: bound on the staleness.
             resources: closes everything that is made.
@@ -82,12 +79,12 @@ class LocalLayout:
         Raises:
             ValueError: a part refuses its settings.
         """
-        plan = blueprint.plan
+        plan = context.plan
         # small models change it
         resources.callback(torch.set_num_threads, torch.get_num_threads())
-        if blueprint.config.train_model.cpu_offload:
+        if context.config.train_model.cpu_offload:
             resources.callback(leave_mesh)
-        learner = make_learner(_without_tests(blueprint), transfer, device=plan.train[0])
+        learner = make_learner(context.without_tests(), transfer, device=plan.train[0])
         resources.callback(learner.close)
 
         def make_worker(role: str, index: int, name: str, factory: Callable[..., Any]) -> Worker:
@@ -96,7 +93,7 @@ class LocalLayout:
 
         driver = InlineDriver()
         rollouts = _make_rollouts(
-            blueprint, transfer, max_staleness, _TaskSetup(), learner, driver, make_worker
+            context, transfer, max_staleness, _TaskSetup(), learner, driver, make_worker
         )
         resources.callback(rollouts.close)
         rollouts.start()
@@ -123,19 +120,19 @@ class RayLayout:
         self._cluster = cluster
         self._watch = watch
 
-    def check(self, blueprint: Blueprint) -> None:
+    def check(self, context: Context) -> None:
         """Check what this layout requires, before anything is loaded.
 
         Raises:
             ValueError: a rule is broken.
         """
         if self._cluster is None:
-            check_devices(blueprint)
+            check_devices(context)
         require_ray()
-        task_geometry(blueprint.config, len(blueprint.plan.inference), sleeps=blueprint.sleeps)
+        task_geometry(context.config, len(context.plan.inference), sleeps=context.sleeps)
 
     def make_roles(
-        self, blueprint: Blueprint, transfer: Transfer, max_staleness: int, resources: ExitStack
+        self, context: Context, transfer: Transfer, max_staleness: int, resources: ExitStack
     ) -> tuple[RayLearner, Rollouts]:
         """Make the learner and the rollouts, and start them; see ``LocalLayout.make_roles``.
 
@@ -146,12 +143,12 @@ class RayLayout:
             f"The weights reach the engines by inference_model.weight_transfer={transfer.name}."
         )
         cluster = self._cluster or start_cluster(None, resources)
-        plan, train, ray = blueprint.plan, blueprint.config.train_model, blueprint.config.ray
-        resume = blueprint.resume
+        plan, train, ray = context.plan, context.config.train_model, context.config.ray
+        resume = context.resume
         options = cluster.place(plan, tensor_parallel_size=train.tensor_parallel_size)
-        cluster.check_object_store(stored_bytes(blueprint, transfer))
+        cluster.check_object_store(_stored_bytes(context, transfer))
         learner = RayLearner(
-            partial(make_learner, _without_tests(blueprint), transfer),
+            partial(make_learner, context.without_tests(), transfer),
             options=options["train"],
             tensor_parallel_size=train.tensor_parallel_size,
             replicas=train.replicas,
@@ -160,7 +157,7 @@ class RayLayout:
         )
         cluster.watch(learner.last_saved)
         resources.callback(learner.close)
-        setup = _task_setup(blueprint, max_staleness)
+        setup = _task_setup(context, max_staleness)
         # An engine may take several calls at a time: tasks, an update and an evaluation.
         is_concurrent = setup.concurrent > 1 or setup.in_flight != "wait"
         sampler_callers = setup.concurrent + 2 if is_concurrent else 1
@@ -174,7 +171,7 @@ class RayLayout:
             actor_timeout_s=ray.actor_timeout_s, recovery_timeout_s=ray.recovery_timeout_s
         )
         rollouts = _make_rollouts(
-            blueprint, transfer, max_staleness, setup, learner, driver, make_worker
+            context, transfer, max_staleness, setup, learner, driver, make_worker
         )
         resources.callback(rollouts.close)
         say(f"starting {sum(map(len, options.values()))} processes that load their models")
@@ -192,12 +189,27 @@ class RayLayout:
         return learner, rollouts
 
 
-def _task_setup(blueprint: Blueprint, max_staleness: int) -> _TaskSetup:
-    inference = blueprint.config.inference_model
+def _stored_bytes(context: Context, transfer: Transfer) -> int:
+    """Return the bytes of weights in Ray's object store at a time.
+
+    The store holds two versions: the one being read and the next one. Adapters, and other kinds of
+    weight transfer, do not count.
+    """
+    config = context.config
+    if config.train_model.lora.enabled or config.evaluates_served:
+        return 0
+    if transfer.kind != "object_store":
+        return 0
+    itemsize: int = getattr(torch, config.inference_model.dtype).itemsize
+    return 2 * int(context.shape.parameters) * itemsize
+
+
+def _task_setup(context: Context, max_staleness: int) -> _TaskSetup:
+    inference = context.config.inference_model
     groups, concurrent = task_geometry(
-        blueprint.config, len(blueprint.plan.inference), sleeps=blueprint.sleeps
+        context.config, len(context.plan.inference), sleeps=context.sleeps
     )
-    has_reward_workers = blueprint.reward_pool is not None
+    has_reward_workers = context.reward_pool is not None
     if max_staleness and has_reward_workers and not ENGINES[inference.backend].concurrent:
         # While one task is scored, the engine samples others, up to the staleness bound, and
         # weights may arrive in between.
@@ -205,13 +217,8 @@ def _task_setup(blueprint: Blueprint, max_staleness: int) -> _TaskSetup:
     return _TaskSetup(groups, concurrent, inference.in_flight)  # type: ignore[arg-type]
 
 
-def _without_tests(blueprint: Blueprint) -> Blueprint:
-    """Return the blueprint without the test split, for roles that do not evaluate."""
-    return replace(blueprint, greedy_env=None, sampled_env=None)
-
-
 def _make_rollouts(
-    blueprint: Blueprint,
+    context: Context,
     transfer: Transfer,
     max_staleness: int,
     setup: _TaskSetup,
@@ -224,13 +231,13 @@ def _make_rollouts(
     ``make_worker`` takes the role, the worker's index within the role, its name, and the factory of
     its part.
     """
-    config, plan, untested = blueprint.config, blueprint.plan, _without_tests(blueprint)
+    config, plan, untested = context.config, context.plan, context.without_tests()
     most_played = None
     if config.policy.dynamic_sampling:
         rows = config.policy.max_sampling_rounds * config.env.num_envs
         most_played = rows // config.env.repeats
     tasks = TaskQueue(
-        blueprint.train_env.drawing,
+        context.train_env.drawing,
         GroupBuffer(config.groups_per_batch, max_staleness),
         task_groups=setup.groups or config.groups_per_batch,
         total_groups=config.num_batches * config.groups_per_batch,
@@ -239,7 +246,7 @@ def _make_rollouts(
     )
 
     def make_sampler_worker(number: int) -> Worker:
-        make = partial(make_sampler, blueprint, setup.groups, setup.concurrent, number=number)
+        make = partial(make_sampler, context, setup.groups, setup.concurrent, number=number)
         factory = partial(make_seeded, make, config.seed + number)
         return make_worker("inference", number, f"sampler {number}", factory)
 
@@ -262,10 +269,10 @@ def _make_rollouts(
         release=learner.release,
         resend=learner.resend,
         together=transfer.together,
-        turns=blueprint.sleeps,
-        evaluates=blueprint.greedy_env is not None,
+        turns=context.sleeps,
+        evaluates=context.tests is not None,
     )
-    if blueprint.resume is not None:
-        with refusing(blueprint.resume.path):
-            rollouts.load_state_dict(blueprint.resume.source)
+    if context.resume is not None:
+        with refusing(context.resume.path):
+            rollouts.load_state_dict(context.resume.source)
     return rollouts

@@ -1,4 +1,4 @@
-"""Parts of each role, from a blueprint and a device: the only module that makes engines and models.
+"""Parts of each role, from a context and a device: the only module that makes engines and models.
 
 The driver of a local run calls these functions. In a distributed run each actor calls them in its
 own process.
@@ -21,7 +21,8 @@ from torchrl.envs import Transform
 
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
-from torchrl_grpo.assembly.blueprint import Blueprint, engine_request, naming_teacher, transformed
+from torchrl_grpo.assembly.context import Context
+from torchrl_grpo.assembly.errors import naming_teacher
 from torchrl_grpo.assembly.tasks import dataset_names
 from torchrl_grpo.collectors.demonstrations import Demonstrations
 from torchrl_grpo.collectors.evaluation import Evaluator
@@ -60,7 +61,7 @@ from torchrl_grpo.weights import Transfer, make_sender
 
 
 def make_learner(
-    blueprint: Blueprint,
+    context: Context,
     transfer: Transfer,
     mesh: DeviceMesh | None = None,
     *,
@@ -69,23 +70,23 @@ def make_learner(
     """Make a learner, or one rank of it.
 
     Args:
-        blueprint: checked.
+        context: checked.
         transfer: kind of weight transfer to the engines; see ``transfer_kind``.
         mesh: the ranks that the model is sharded over; None for one rank.
         device: device of this rank; by default, here and below, the first one visible to this
             process.
     """
-    if blueprint.config.evaluates_served:
+    if context.config.evaluates_served:
         return Untrained()
     device = device or own_device()
-    say(f"loading the model {blueprint.config.model.name}")
-    config, lora = blueprint.config, blueprint.config.train_model.lora.enabled
+    say(f"loading the model {context.config.model.name}")
+    config, lora = context.config, context.config.train_model.lora.enabled
     if mesh is None and config.train_model.cpu_offload:  # offloading is a feature of sharding
         mesh = lone_mesh(device)
     random.seed(config.seed)
     torch.manual_seed(config.seed)
-    trainer = make_trainer(blueprint, device, mesh)
-    transforms = batch_transforms(config, blueprint.task.part_weights)
+    trainer = make_trainer(context, device, mesh)
+    transforms = batch_transforms(config, context.task.part_weights)
     if config.learner_scores:
         scorer: TokenScorer
         if "reference" in trainer.averages:
@@ -116,20 +117,20 @@ def make_learner(
         trainer,
         transforms,
         sender,
-        blueprint.tokenizer,
-        makes_room=blueprint.sleeps,
+        context.model.tokenizer,
+        makes_room=context.sleeps,
         sampled=not config.policy.demonstrations,
     )
-    if blueprint.resume is not None:
-        restore(learner, blueprint.resume)
+    if context.resume is not None:
+        restore(learner, context.resume)
     return learner
 
 
 def make_trainer(
-    blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | None = None
+    context: Context, device: torch.device, mesh: DeviceMesh | None = None
 ) -> GRPOTrainer:
     """Make the trainer with its model (sharded over the mesh, if any), loss and optimizer."""
-    config = blueprint.config
+    config = context.config
     train, settings = config.train_model, config.optimizer
     # Sharding moves the model to its device layer by layer, so it need not fit there as a whole.
     model = make_model(config, device if mesh is None else loading_device(mesh))
@@ -137,7 +138,7 @@ def make_trainer(
         loading.enable_gradient_checkpointing(model)
     # Before sharding, because its constructor runs the model as a check.
     scorer = TokenScorer(model, temperature=config.inference_model.temperature)
-    prompt = blueprint.train_env.prompts.first_with_images()
+    prompt = context.train_env.prompts.first_with_images()
     if prompt is not None and scorer.base.device.type != "meta":
         check_images(scorer, prompt)
     if mesh is not None:
@@ -193,7 +194,7 @@ def make_model(config: GRPOConfig, device: torch.device) -> nn.Module:
 
 
 def make_sampler(
-    blueprint: Blueprint,
+    context: Context,
     task_groups: int | None = None,
     concurrent_tasks: int = 1,
     *,
@@ -203,41 +204,41 @@ def make_sampler(
     """Make a sampler.
 
     Args:
-        blueprint: checked.
+        context: checked.
         task_groups: groups of a rollout task. If set, the engine takes concurrent calls, provided
             that it supports them and does not sleep. None makes a sampler that plays whole batches.
         concurrent_tasks: rollout tasks to play at a time.
         number: index of the sampler.
         device: device of its engine, the first one if it has several.
     """
-    config = blueprint.config
+    config = context.config
     say(f"starting the engine: {config.inference_model.backend}")
-    concurrent = task_groups is not None and not blueprint.sleeps
-    engine = make_engine(blueprint, device or own_device(), concurrent=concurrent, number=number)
-    policy = GenerationPolicy(engine, blueprint.params, rescore=_rescorer(config, engine))
+    concurrent = task_groups is not None and not context.sleeps
+    engine = make_engine(context, device or own_device(), concurrent=concurrent, number=number)
+    policy = GenerationPolicy(engine, context.params, rescore=_rescorer(config, engine))
 
     demonstrations = None
     if config.needs_demonstrations:
         demonstrations = Demonstrations(
-            blueprint.train_env,
+            context.train_env,
             engine,
-            blueprint.params.stop_token_ids,
+            context.params.stop_token_ids,
             most=config.inference_model.max_new_tokens,
-            longest=blueprint.max_sequence_tokens,
+            longest=context.max_sequence_tokens,
         )
 
     def make_collector(groups: int) -> RolloutCollector | Demonstrations:
         if demonstrations is not None and config.policy.demonstrations:
             return demonstrations
-        env = blueprint.train_env.with_rows(groups * config.env.repeats)
-        return RolloutCollector(transformed(config, env), policy)
+        env = context.train_env.with_rows(groups * config.env.repeats)
+        return RolloutCollector(context.transformed(env), policy)
 
     evaluator = None
-    if blueprint.greedy_env is not None:
+    if context.tests is not None:
         evaluation = config.evaluation
         sampled = replace(
-            blueprint.params,
-            temperature=evaluation.temperature or blueprint.params.temperature,
+            context.params,
+            temperature=evaluation.temperature or context.params.temperature,
             top_p=evaluation.top_p,
             top_k=evaluation.top_k,
             min_p=evaluation.min_p,
@@ -246,54 +247,51 @@ def make_sampler(
         )
         evaluator = Evaluator(
             engine,
-            transformed(config, blueprint.greedy_env),
-            transformed(config, blueprint.sampled_env),
+            context.transformed(context.tests.greedy),
+            context.transformed(context.tests.sampled),
             params=sampled,
             further=dataset_names(evaluation.datasets or (), "evaluation.datasets"),
             rows=config.logging.test_rows,
         )
-    prompts = blueprint.train_env.prompts.first(4)
-    at_a_time = config.env.num_envs // config.env.repeats // len(blueprint.plan.inference)
+    prompts = context.train_env.prompts.first(4)
+    at_a_time = config.env.num_envs // config.env.repeats // len(context.plan.inference)
     return Sampler(
         engine,
         make_collector,
         evaluator,
-        blueprint.params,
+        context.params,
         prompts,
         groups_at_a_time=min(task_groups or at_a_time, at_a_time),
         overlapping=concurrent_tasks > 1,
-        sleeps=blueprint.sleeps,
-        reward_pool=blueprint.reward_pool,
-        writers=_writers(blueprint, demonstrations),
+        sleeps=context.sleeps,
+        reward_pool=context.reward_pool,
+        writers=_writers(context, demonstrations),
         # Not for a single sampler, which plays all tasks in order, nor for overlapping tasks, which
         # share the engine's random state.
-        seed=config.seed if len(blueprint.plan.inference) > 1 and concurrent_tasks == 1 else None,
+        seed=config.seed if len(context.plan.inference) > 1 and concurrent_tasks == 1 else None,
     )
 
 
 def _writers(
-    blueprint: Blueprint, demonstrations: Demonstrations | None
+    context: Context, demonstrations: Demonstrations | None
 ) -> list[Callable[[Drawn, Sequence[TensorDictBase]], None]]:
     """Return what adds entries to the rows of each group that a sampler has played."""
     writers: list[Callable[[Drawn, Sequence[TensorDictBase]], None]] = []
-    if demonstrations is not None and blueprint.config.policy.sft_coef:
+    if demonstrations is not None and context.config.policy.sft_coef:
         writers.append(demonstrations.give)
-    if blueprint.teacher_prompts is not None:
-        writers.append(blueprint.teacher_prompts)
+    if context.teacher_prompts is not None:
+        writers.append(context.teacher_prompts)
     return writers
 
 
 def make_engine(
-    blueprint: Blueprint, device: torch.device, *, concurrent: bool = False, number: int = 0
+    context: Context, device: torch.device, *, concurrent: bool = False, number: int = 0
 ) -> Engine:
     """Make the generation engine with its model; ``concurrent`` allows calls from many threads, if
     the engine supports them.
     """
-    config = blueprint.config
-    request = engine_request(
-        config, blueprint.plan, blueprint.model_config, blueprint.max_dialog_tokens
-    )
-    request = replace(request, folder=blueprint.folder, number=number)
+    config = context.config
+    request = replace(context.engine_request, number=number)
     load_model = partial(_load, config, "inference_model", device)
     return engine_class(config.inference_model.backend).make(
         request, device, load_model, concurrent=concurrent
@@ -311,35 +309,35 @@ def _rescorer(config: GRPOConfig, engine: Engine) -> Callable[..., Tensor] | Non
     ).log_probs
 
 
-def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> Reference:
+def make_reference(context: Context, device: torch.device | None = None) -> Reference:
     """Make a separate reference model, with scoring passes of the trainer's size and precision."""
-    config = blueprint.config
+    config = context.config
     scorer = _load_scorer(config, "ref_model", device or own_device())
-    return Reference(KLScoring(scorer, **_passes(config)), makes_room=blueprint.sleeps)
+    return Reference(KLScoring(scorer, **_passes(config)), makes_room=context.sleeps)
 
 
 def make_teacher(
-    blueprint: Blueprint, device: torch.device | None = None, *, number: int = 0
+    context: Context, device: torch.device | None = None, *, number: int = 0
 ) -> Reference:
     """Make a teacher: a reference model with other weights, which may return states instead of
     log-probs.
 
     Args:
-        blueprint: checked.
+        context: checked.
         device: device of the model, unless it is on a server.
         number: index of the teacher.
     """
-    different = blueprint.plan.num_teachers
-    config = blueprint.config.of_teacher(number % different)
-    entries = blueprint.config.teachers
+    different = context.plan.num_teachers
+    config = context.config.of_teacher(number % different)
+    entries = context.config.teachers
     datasets = entries[number % different].datasets if entries else None
     if config.teacher.address:
-        vocabulary = blueprint.model_config.get_text_config().vocab_size
+        vocabulary = context.model.config.get_text_config().vocab_size
         address, top_k = config.teacher.address[number // different], config.policy.teacher_top_k
         served = load_extra("served_teacher")(address, top_k=top_k, vocabulary=vocabulary)
         return Reference(_teacher_scoring(config, served, 2 * (top_k or 0), datasets))
     scorer = _load_scorer(config, "teacher", device or own_device())
-    return Reference(_local_teacher(config, scorer, datasets), makes_room=blueprint.sleeps)
+    return Reference(_local_teacher(config, scorer, datasets), makes_room=context.sleeps)
 
 
 def _local_teacher(

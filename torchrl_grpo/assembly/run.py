@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,14 @@ from typing import Any
 from torchrl import torchrl_logger
 from transformers.utils import logging as transformers_logging
 
-from torchrl_grpo.assembly.blueprint import (
-    Blueprint,
-    as_config_errors,
-    geometry_rows,
-    plan_rows,
-    prepare,
-)
+from torchrl_grpo.assembly.context import Context
+from torchrl_grpo.assembly.errors import as_config_errors
+from torchrl_grpo.assembly.geometry import geometry_rows
 from torchrl_grpo.assembly.layouts import LocalLayout, RayLayout, start_cluster
 from torchrl_grpo.assembly.observers import Limits, Recorder, Saver, Timeline
+from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.schedule import schedule_of, writes_of
+from torchrl_grpo.assembly.shares import plan_rows
 from torchrl_grpo.config import GRPOConfig, plain, staleness_bound
 from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host import stalls
@@ -55,7 +53,7 @@ from torchrl_grpo.weights import transfer_kind
 class Run:
     """A run that is ready to start: ``fit`` it, then ``close`` it (also after an error)."""
 
-    blueprint: Blueprint
+    context: Context
     directory: Path
     learner: Learner | RayLearner
     source: Rollouts
@@ -83,8 +81,8 @@ class Run:
 
     def _train(self, checkpointer: Checkpointer) -> dict[str, Path]:
         """Train and export the model; return the paths of checkpoints and model."""
-        learner, config = self.learner, self.blueprint.config
-        export = partial(learner.export, checkpointer, self.blueprint.tokenizer)
+        learner, config = self.learner, self.context.config
+        export = partial(learner.export, checkpointer, self.context.model.tokenizer)
         observers = self._observers(checkpointer, partial(export, ended=False))
         fit(learner, self.source, self.schedule, observers, last_row=self.logger.last_row)
         if self.schedule.left(learner.version):
@@ -99,7 +97,7 @@ class Run:
 
     def _resume_hint(self, checkpointer: Checkpointer) -> str:
         """Describe how to resume from the last checkpoint, if there is one."""
-        resume = self.blueprint.resume
+        resume = self.context.resume
         path = checkpointer.latest() or (None if resume is None else resume.path)
         if path is None:
             return ""
@@ -107,12 +105,12 @@ class Run:
 
     def writes(self) -> Writes:
         """Return the checkpoints and models that the run has yet to write."""
-        config = self.blueprint.config
+        config = self.context.config
         return writes_of(config, self.schedule, self.learner.version, *self.learner.sizes())
 
     def _checkpointer(self) -> Checkpointer:
         """Return the writer of the run's checkpoints, after checking that there is room for them."""
-        config = self.blueprint.config
+        config = self.context.config
         directory = self.directory / "checkpoints"
         if not config.only_evaluates:
             self.writes().check_room(self.directory)
@@ -130,7 +128,7 @@ class Run:
 
     def _observers(self, checkpointer: Checkpointer, export: Callable[[], Any]) -> list[Observer]:
         """Return the observers in order: a step is recorded, then saved, then may end the run."""
-        config, schedule, signal = self.blueprint.config, self.schedule, Signal()
+        config, schedule, signal = self.context.config, self.schedule, Signal()
         return [
             Recorder(
                 self.learner,
@@ -193,14 +191,15 @@ def build(
             cluster = start_cluster(config.ray.address, resources)
         say("reading tokenizer" if task else "reading data and tokenizer")
         accelerators = None if cluster is None else cluster.accelerators()
-        blueprint = prepare(config, accelerators, resume, task)
-        config, plan = blueprint.config, blueprint.plan
+        context = prepare(config, accelerators, resume, task)
+        config, plan = context.config, context.plan
         distributed = asynchronous or cluster is not None or plan.distributed
         # Processes on several GPUs take turns if nothing is sampled while the learner trains.
         in_turns = not distributed or (plan.distributed and max_staleness == 0)
-        blueprint = replace(blueprint, folder=directory, sleeps=in_turns and plan.colocated)
+        context.folder = directory
+        context.sleeps = in_turns and plan.colocated
         layout = RayLayout(cluster, watch) if distributed else LocalLayout()
-        layout.check(blueprint)
+        layout.check(context)
         transfer = transfer_kind(
             config.inference_model.weight_transfer,
             on_device=ENGINES[config.inference_model.backend].weights_on_device,
@@ -211,13 +210,13 @@ def build(
             lora=config.train_model.lora.enabled,
             waits=max_staleness > 0 and config.inference_model.in_flight == "wait",
         )
-        logger = _show(blueprint, directory, console, resources)
+        logger = _show(context, directory, console, resources)
         if config.train.resume is not None and not config.only_evaluates:
             # Later steps in this run's folder are repeated.
             done = 0 if resume is None else resume.step
             logger.truncate(done + 1 if done else 0)
             Checkpointer(directory / "checkpoints", {}).begin(done)
-        learner, rollouts = layout.make_roles(blueprint, transfer, max_staleness, resources)
+        learner, rollouts = layout.make_roles(context, transfer, max_staleness, resources)
         time_limit = config.train.time_limit
         reference_version = 0
         if resume and config.has_own_reference:
@@ -229,7 +228,7 @@ def build(
             ends_at=None if time_limit is None else started_at + time_limit,
         )
         return Run(
-            blueprint,
+            context,
             directory,
             learner,
             rollouts,
@@ -241,18 +240,18 @@ def build(
 
 
 def _show(
-    blueprint: Blueprint, directory: Path, console: Console, resources: ExitStack
+    context: Context, directory: Path, console: Console, resources: ExitStack
 ) -> MetricsLogger:
     """Show the plan of the run and the checkpoint that it resumes; return the logger of its
     metrics.
     """
-    config, resume = blueprint.config, blueprint.resume
-    console.table("Device plan", plan_rows(blueprint))
+    config, resume = context.config, context.resume
+    console.table("Device plan", plan_rows(context))
     if not config.only_evaluates:
-        console.table("Batch geometry", geometry_rows(blueprint))
-    train, test = blueprint.train_env, blueprint.greedy_env
+        console.table("Batch geometry", geometry_rows(config))
+    train, tests = context.train_env, context.tests
     [prompt] = train.prompts.first(1)
-    num_tests = 0 if test is None else test.batch_size[0]
+    num_tests = 0 if tests is None else tests.greedy.batch_size[0]
     text = prompt_text(prompt, train.tokenizer.decode)
     console.problems(train.num_problems, num_tests, text, is_stateful=train.task.is_stateful)
     continued = None if config.only_evaluates else resume

@@ -16,7 +16,7 @@ def schedule_of(
     unverified: bool = False,
     ends_at: float | None = None,
 ) -> Schedule:
-    """Return the schedule of a config whose length is known (after ``blueprint.prepare``); see
+    """Return the schedule of a config whose length is known (after ``prepare``); see
     ``Schedule``.
     """
     engine = config.inference_model

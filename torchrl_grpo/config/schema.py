@@ -399,7 +399,7 @@ class GRPOConfig:
 
     @property
     def num_batches(self) -> int:
-        """Batches in the run; with ``train.total_epochs`` only once ``blueprint.prepare`` knows the
+        """Batches in the run; with ``train.total_epochs`` only once ``prepare`` knows the
         problems.
         """
         turns = self.train.total_dialog_turns

@@ -166,7 +166,6 @@ class EngineRequest:
         colocated: whether it shares its device with the other roles.
         num_sequences: responses that training samples at once.
         trains: whether the run trains, and so sends weights to the engine.
-        has_images: whether prompts may have images.
         number: index of the engine among the run's engines.
         folder: of the run, for a log; None for no log.
     """
@@ -182,7 +181,6 @@ class EngineRequest:
     colocated: bool
     num_sequences: int
     trains: bool = True
-    has_images: bool = False
     number: int = 0
     folder: Path | None = None
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from torchrl_grpo.assembly.blueprint import Blueprint, check_loggers, describe_model
+from torchrl_grpo.assembly.context import Context, describe_model
+from torchrl_grpo.assembly.prepare import check_loggers
 from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.assembly.tasks import read_task
 from torchrl_grpo.config import GRPOConfig
@@ -154,7 +155,7 @@ def examine(
         )
         for run in runs:
             with closing(run):
-                computed = memory_rows(run.blueprint)
+                computed = memory_rows(run.context)
                 expected = _Rehearsal(run, checks, console, measured).play()
     checks.run("disk", partial(_disk, directory, expected))
     startup.end()
@@ -182,11 +183,11 @@ def _row(check: Check) -> dict[str, Any]:
     }
 
 
-def memory_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
+def memory_rows(context: Context) -> list[dict[str, Any]]:
     """Return the peak memory of one device of each role that runs on this machine, as rows of the
     forecast.
     """
-    config = blueprint.config
+    config = context.config
     away = {
         role
         for role, node in (("inference", config.inference_model), ("teacher", config.teacher))
@@ -194,7 +195,7 @@ def memory_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
     }
     away |= {"reference", "teacher"} if config.only_evaluates else set()
     away |= {"train"} if config.evaluates_served else set()
-    memory = blueprint.memory
+    memory = context.memory
     rows = [
         {
             "resource": f"memory of {role}",
@@ -350,8 +351,8 @@ def _parts(
     measured.start_s += time.perf_counter() - start
     measured.steps_done = run.learner.version
     measured.checkpoint_bytes, measured.model_bytes = run.learner.sizes()
-    prompts = run.blueprint.train_env.prompts
-    limit = run.blueprint.max_prompt_tokens
+    prompts = run.context.train_env.prompts
+    limit = run.context.prompt_tokens[0]
     lengths = [len(prompt) for prompt in prompts.first(500)]
     measured.prompt_tokens = median(lengths)
     shortest, longest = min(lengths), max(lengths)
@@ -396,16 +397,16 @@ class _Rehearsal:
             checks.run("reward", self._reward, "train")
             checks.run("mismatch", self._mismatch, "train")
             good = checks.run("steps", self._steps, "train", "mismatch")
-        if run.blueprint.greedy_env is not None:
+        if run.context.tests is not None:
             good = checks.run("evaluation", self._evaluation, "sync") and good
         checks.run("report", self._report)
         self.measured.memory = memory_now()
-        return forecast(run.blueprint.config, self.measured) if good else None
+        return forecast(run.context.config, self.measured) if good else None
 
     def _sync(self, check: Check) -> None:
         self.source.publish(self.learner.weights(), self.learner.version)
         check.details = f"{size(self.measured.model_bytes)} of weights"
-        if self.run.blueprint.config.evaluates_served:
+        if self.run.context.config.evaluates_served:
             check.details = "none: the model is served"
 
     def _rollout(self, check: Check) -> None:
@@ -431,7 +432,7 @@ class _Rehearsal:
             f"{metrics['train/grad_norm']:.3g}"
         )
         has_rewards = metrics["rollout/invalid"] < metrics["rollout/sequences"]
-        scales_loss = self.run.blueprint.config.train.mixed_precision == "fp16"
+        scales_loss = self.run.context.config.train.mixed_precision == "fp16"
         if has_rewards and metrics["train/skipped_steps"] and not scales_loss:
             raise ValueError(
                 "the loss or its gradient is not finite: use train.mixed_precision=full, or "
@@ -458,7 +459,7 @@ class _Rehearsal:
             raise ValueError(raised[0].text)
 
     def _mismatch(self, check: Check) -> None:
-        inference = self.run.blueprint.config.inference_model
+        inference = self.run.context.config.inference_model
         start = time.perf_counter()
         self.source.publish(self.learner.weights(), self.learner.version)
         self.measured.steps_s[0] += time.perf_counter() - start
@@ -487,21 +488,21 @@ class _Rehearsal:
 
     def _evaluation(self, check: Check) -> None:
         """Time an evaluation, or estimate it if it would take too long."""
-        blueprint = self.run.blueprint
+        context = self.run.context
         measured = self.measured
-        envs = (blueprint.greedy_env, blueprint.sampled_env)
+        envs = context.tests or ()
         greedy, sampled = (0 if env is None else env.batch_size[0] for env in envs)
         seconds = self.source.metrics()
         sampling_s = seconds.get(
             "time/generate_s", seconds.get("workers/generate_s", measured.step_s)
         )
-        response_s = sampling_s / blueprint.config.dialog_turns_per_batch
+        response_s = sampling_s / context.config.dialog_turns_per_batch
         if (2 * greedy + sampled) * response_s > _EVALUATION_S:
             measured.greedy_s = greedy * response_s
             measured.sampled_s = (greedy + sampled) * response_s
             check.details = (
                 f"skipped: would take about {measured.sampled_s:.0f} s with "
-                f"pass@{blueprint.config.evaluation.k}"
+                f"pass@{context.config.evaluation.k}"
             )
             return
         for name in ("sampled_s", "greedy_s"):

@@ -16,7 +16,7 @@ from tests.support.models import make_lora, make_tiny_model
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
-from torchrl_grpo.assembly.shares import plan_rows
+from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import AverageScorer, TokenScorer
@@ -166,13 +166,17 @@ def test_the_plan_shows_where_own_weights_score() -> None:
     own = ["algo=distill", "teacher.model=policy", "teacher.weights=ema"]
     average = ["policy.kl_coef=0.1", "ref_model.refresh_every=1", "ref_model.decay=0.9"]
     context = prepare(compose_config(*SMALL, *own, *average))
-    rows = {row["role"]: row for row in plan_rows(context)}
-    assert {"reference (average)", "teacher (ema)"} < rows.keys()
+    own_shares = shares(context)
+    assert {"reference (average)", "teacher (ema)"} < {share.label for share in own_shares.values()}
     plain = prepare(compose_config(*SMALL, "policy.kl_coef=0"))
     weights = 4 * context.shape.parameters
-    assert context.memory.train.resting == plain.memory.train.resting + 2 * weights
+    before, after = (
+        each["train"].least["trained weights and optimizer state"]
+        for each in (shares(plain), own_shares)
+    )
+    assert after == before + 2 * weights
     frozen = prepare(compose_config(*SMALL, *own[:2], "teacher.weights=frozen"))
-    assert frozen.memory.teacher is not None and frozen.memory.teacher.weights == weights
+    assert shares(frozen)["teacher"].row()["memory per device"] == weights
 
 
 OWN = ("algo=distill", "teacher.model=policy")

@@ -24,7 +24,7 @@ from torchrl_grpo.assembly import prepare as prepare_module
 from torchrl_grpo.assembly import run as run_module
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
-from torchrl_grpo.assembly.shares import plan_rows
+from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import ConfigError, GRPOConfig, leaves, plain
 from torchrl_grpo.models import loading
@@ -225,19 +225,14 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
 def test_the_plan_table_lists_the_devices_and_what_one_of_them_holds() -> None:
     def table(plan: DevicePlan, *overrides: str) -> list[tuple[str, str, float]]:
         context = dataclasses.replace(prepare(compose_config(*SMALL, *overrides)), plan=plan)
-        roles = context.memory.roles()
+        roles = shares(context).values()
+        peaks = [0 if share.memory is None else share.memory.peak for share in roles]
+        assert [share.row()["memory per device"] for share in roles] == peaks
+        held = [0 if share.memory is None else share.memory.parts()["weights"] for share in roles]
         count = context.shape.parameters
-        rows = plan_rows(context)
-        held = {
-            role.partition(" ")[0]: memory.parts()["weights"] / count
-            for role, memory in roles.items()
-        }
-        assert [row["memory per device"] for row in rows][: len(roles)] == [
-            memory.peak for memory in roles.values()
-        ]
         return [
-            (row["role"], row["devices"], held.get(row["role"].partition(" (")[0], 0))
-            for row in rows
+            (share.label, share.row()["devices"], weights / count)
+            for share, weights in zip(roles, held, strict=True)
         ]
 
     cpu = torch.device("cpu")

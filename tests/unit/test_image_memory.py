@@ -20,6 +20,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.assembly.context import Context
 from torchrl_grpo.assembly.memory import Images, encoder_cache_bytes, image_memory
 from torchrl_grpo.assembly.prepare import prepare
+from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.extras.doctor import doctor
 from torchrl_grpo.extras.plan.command import main, parse, settings_of
 from torchrl_grpo.extras.plan.hardware import GPUS, SHAPES, model_shape
@@ -30,7 +31,7 @@ from torchrl_grpo.images.families import vision_parameters
 from torchrl_grpo.learner.optimizer import make_optimizer
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models import loading
-from torchrl_grpo.models.memory import StepSetup, savings, shard_bytes, step_memory
+from torchrl_grpo.models.memory import ModelMemory, StepSetup, savings, shard_bytes, step_memory
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 
@@ -115,7 +116,7 @@ def context() -> Context:
 
 @pytest.mark.slow
 def test_all_memory_reports_include_images(context: Context) -> None:
-    memory, config = context.memory, context.config
+    roles, config = shares(context), context.config
     prompt = max(context.train_env.prompts.first(100), key=len)
     [span] = images_of(prompt)
     features = span.image.num_features
@@ -123,16 +124,17 @@ def test_all_memory_reports_include_images(context: Context) -> None:
     options = [f"--prompt-tokens={len(prompt)}", f"--response-tokens={config.max_response_tokens}"]
     work = settings_of(config, parse(options)).work
     assert work.shape == context.shape
-    assert work.train_memory(1) == memory.train
-    assert memory.reference is not None
-    assert work.reference_memory(1) == memory.reference.weights
+    assert work.train_memory(1) == roles["train"].memory
+    assert ModelMemory(work.reference_memory(1)) == roles["reference"].memory
     problems = context.train_env.num_problems
-    assert memory.images == {
+    assert context.images is not None
+    on_hosts = image_memory(config, context.shape, context.images, ranks=1, samplers=1)
+    assert on_hosts == {
         "pixels": problems * span.image.nbytes,
         "features": 3 * problems * features * context.shape.hidden * 4,
     }
     rows = {row["resource"]: row["details"] for row in doctor.memory_rows(context)}
-    assert in_words(memory.images) in rows["memory of images"]
+    assert in_words(on_hosts) in rows["memory of images"]
     large = replace(context.shape, features=2**30)
     cached = image_memory(config, large, Images(1.0, 2.0**30, 10), ranks=2, samplers=1)
     assert cached == {"pixels": 2**30, "features": 4 * 2**30}

@@ -21,7 +21,7 @@ from torchrl_grpo.assembly import shares as shares_module
 from torchrl_grpo.assembly.context import Context
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
-from torchrl_grpo.assembly.shares import plan_rows
+from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.extras.doctor import doctor
@@ -29,7 +29,7 @@ from torchrl_grpo.extras.plan.command import parse, settings_of
 from torchrl_grpo.host.memory import in_words
 from torchrl_grpo.host.text import size
 from torchrl_grpo.models import loading
-from torchrl_grpo.models.memory import StepSetup
+from torchrl_grpo.models.memory import ModelMemory, StepMemory, StepSetup
 from torchrl_grpo.runtime.placement import DevicePlan
 
 MIB = 2**20
@@ -63,15 +63,15 @@ def full(*_: Any, **__: Any) -> None:
 def test_all_memory_reports_agree(job: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     config = compose_config(*SMALL, "train.micro_batch_tokens=100", *job)
     context = prepare(config)
-    memory = context.memory
+    memory = {role: share.memory for role, share in shares(context).items()}
 
-    rows = {row["role"].partition(" ")[0]: row["memory per device"] for row in plan_rows(context)}
-    assert rows["train"] == memory.train.peak and rows["inference"] == memory.engine.peak
-    assert rows["reference"] == (memory.reference.peak if memory.reference else 0)
+    for role, share in shares(context).items():
+        held = memory[role]
+        assert share.row()["memory per device"] == (0 if held is None else held.peak)
 
     details = {row["resource"]: row["details"] for row in doctor.memory_rows(context)}
-    for role, held in memory.roles().items():
-        assert in_words(held.parts()) in details[f"memory of {role}"]
+    for role, held in memory.items():
+        assert held is None or in_words(held.parts()) in details[f"memory of {role}"]
     assert "KV cache" in details["memory of inference"] and " 0 bytes" not in " ".join(
         details.values()
     )
@@ -83,12 +83,10 @@ def test_all_memory_reports_agree(job: tuple[str, ...], monkeypatch: pytest.Monk
     settings = settings_of(config, options)
     work = settings.work
     assert work.shape == context.shape
-    assert work.train_memory(1) == memory.train
-    assert work.reference_memory(1) == (memory.reference.weights if memory.reference else 0)
-    assert (work.weight_bytes, 4 * work.group_memory()) == (
-        memory.engine.weights,
-        memory.engine.cache,
-    )
+    assert work.train_memory(1) == memory["train"]
+    reference = memory["reference"]
+    assert work.reference_memory(1) == (0 if reference is None else reference.weights)
+    assert ModelMemory(work.weight_bytes, int(4 * work.group_memory())) == memory["inference"]
 
     trainer = parts.make_trainer(context, torch.device("cpu"))
     monkeypatch.setattr(
@@ -96,11 +94,12 @@ def test_all_memory_reports_agree(job: tuple[str, ...], monkeypatch: pytest.Monk
     )  # before the first pass: the largest possible one
     with pytest.raises(MemoryShortError) as raised:
         trainer.train_batch(TensorDict({}, [16]))
-    assert in_words(memory.train.parts()) in str(raised.value)
+    assert in_words(memory["train"].parts()) in str(raised.value)
 
 
 def test_full_training_takes_four_numbers_a_parameter_and_a_16_bit_copy() -> None:
-    train = prepare(compose_config(*SMALL, "train.mixed_precision=bf16")).memory.train
+    train = shares(prepare(compose_config(*SMALL, "train.mixed_precision=bf16")))["train"].memory
+    assert isinstance(train, StepMemory)
     assert (train.parameters, train.copies) == (4 * STARTER, 2 * STARTER)
     assert (train.gradients, train.moments, train.resting) == (
         4 * STARTER,

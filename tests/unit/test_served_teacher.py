@@ -17,7 +17,7 @@ from tests.support.sglang_stub import SGLangStub
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.parts import make_teacher
 from torchrl_grpo.assembly.prepare import prepare
-from torchrl_grpo.assembly.shares import plan_rows
+from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.generation.base import EngineDeadError
 from torchrl_grpo.integrations import http_client, servers
@@ -218,7 +218,7 @@ def test_each_address_is_a_teacher_that_takes_no_device(stub: SGLangStub) -> Non
         (torch.device("cuda", 1),),
     )
     assert context.prompt_tokens[0] + context.params.max_new_tokens + 1 == stub.context == 2048
-    [row] = [row for row in plan_rows(context) if row["role"] == "teacher"]
+    row = shares(context)["teacher"].row()
     assert (row["devices"], row["memory per device"]) == (stub.address, 0)
     _, [group] = make_teacher(context, number=0).score(batch())
     expected = KLScoring(scorer(), out_key=keys.TEACHER_LOG_PROBS)(batch())

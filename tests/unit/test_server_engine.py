@@ -26,7 +26,7 @@ from tests.support.sglang_stub import SGLangStub
 from torchrl_grpo.assembly.parts import make_engine
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
-from torchrl_grpo.assembly.shares import plan_rows
+from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.extras.doctor.doctor import memory_rows
 from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
@@ -210,7 +210,7 @@ def test_each_address_is_a_sampler_that_takes_no_device(stub: SGLangStub, tmp_pa
     other = SGLangStub(str(starter_path()))
     context = prepare(compose_config(*served(stub.address, other.address), "env.num_envs=32"), [])
     assert context.plan.inference == ((CPU,), (CPU,)) and context.plan.distributed
-    assert [row["devices"] for row in plan_rows(context)][1] == f"{stub.address}, {other.address}"
+    assert shares(context)["inference"].row()["devices"] == f"{stub.address}, {other.address}"
     context.folder = tmp_path
     engines = [make_engine(context, CPU, concurrent=True, number=number) for number in (0, 1)]
     assert [engine.address for engine in engines] == [stub.address, other.address]  # type: ignore[attr-defined]
@@ -241,7 +241,7 @@ def test_an_evaluation_alone_loads_no_model_and_leaves_the_served_one(
     monkeypatch.setattr(loading, "load_model", None)
     evaluates = ("train.total_dialog_turns=0", "evaluation.num_prompts=4", "policy.kl_coef=0.1")
     run = build(compose_config(*served(stub.address), *evaluates), tmp_path)
-    assert [row["role"] for row in plan_rows(run.context)] == ["inference (server)"]
+    assert [share.label for share in shares(run.context).values()] == ["inference (server)"]
     assert memory_rows(run.context) == []
     run.source.publish(run.learner.weights(), 0)
     metrics, rows = run.source.evaluate(sampled=False)

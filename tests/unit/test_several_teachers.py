@@ -14,7 +14,7 @@ from tests.support.configs import SMALL, compose_config
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
-from torchrl_grpo.assembly.shares import plan_rows
+from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.runtime.placement import DevicePlan
 from torchrl_grpo.starter import starter_path
@@ -103,7 +103,7 @@ def test_teachers_share_devices_or_have_their_own(folder: Path) -> None:
     assert plan.with_teachers(1) == plan
     context = prepare(compose_config(*overrides(folder, "math", "code")))
     assert context.plan.teacher == (cpu, cpu)
-    [row] = [row for row in plan_rows(context) if row["role"] == "teacher"]
+    row = shares(context)["teacher"].row()
     assert row["devices"] == "2 x cpu"
 
 

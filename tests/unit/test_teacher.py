@@ -20,7 +20,7 @@ from tests.support.models import make_llama, make_tiny_model
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
-from torchrl_grpo.assembly.shares import plan_rows
+from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.models import divergence as divergence_module
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
@@ -291,7 +291,7 @@ def test_a_run_scores_with_reference_and_teacher_and_trains(
 
 def test_the_plan_shows_the_teacher_and_its_size() -> None:
     config = compose_config(*RUN)
-    [row] = [row for row in plan_rows(prepare(config)) if row["role"] == "teacher"]
+    row = shares(prepare(config))["teacher"].row()
     assert (row["devices"], row["dtype"], row["memory per device"]) == (
         "cpu",
         "float32",

@@ -15,7 +15,7 @@ from torchrl.envs import Transform, TransformedEnv
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from torchrl_grpo.assembly.components import make_component
-from torchrl_grpo.assembly.memory import Images, RunMemory, run_memory
+from torchrl_grpo.assembly.memory import Images
 from torchrl_grpo.assembly.tasks import check_tests, dataset_names, read_task
 from torchrl_grpo.checks import GENERATED
 from torchrl_grpo.collectors.teacher_prompts import TeacherPrompts
@@ -320,21 +320,6 @@ class Context:
             tokens=max(sum(image.num_features for image in images) for images in each),
             pixels=sum(image.nbytes for images in each for image in images) / len(each),
             problems=self.train_env.num_problems,
-        )
-
-    @property
-    def memory(self) -> RunMemory:
-        """The memory of each role on one of its devices, with responses of maximum length."""
-        return run_memory(
-            self.config,
-            self.shape,
-            prompt=self.longest_prompt,
-            response=self.config.max_response_tokens,
-            ranks=len(self.plan.train),
-            samplers=len(self.plan.inference),
-            on_cpu=self.plan.train[0].type == "cpu",
-            teacher=self.teacher_shape,
-            images=self.images,
         )
 
 

@@ -25,7 +25,7 @@ from torchrl_grpo.assembly.layouts import LocalLayout, RayLayout, start_cluster
 from torchrl_grpo.assembly.observers import Limits, Recorder, Saver, Timeline
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.schedule import schedule_of, writes_of
-from torchrl_grpo.assembly.shares import plan_rows
+from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.config import GRPOConfig, plain, staleness_bound
 from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host import stalls
@@ -246,7 +246,7 @@ def _show(
     metrics.
     """
     config, resume = context.config, context.resume
-    console.table("Device plan", plan_rows(context))
+    console.table("Device plan", [share.row() for share in shares(context).values()])
     if not config.only_evaluates:
         console.table("Batch geometry", geometry_rows(config))
     train, tests = context.train_env, context.tests

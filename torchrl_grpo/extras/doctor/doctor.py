@@ -23,8 +23,10 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from torchrl_grpo.assembly.context import Context, describe_model
+from torchrl_grpo.assembly.memory import image_memory
 from torchrl_grpo.assembly.prepare import check_loggers
 from torchrl_grpo.assembly.run import Run, build
+from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.assembly.tasks import read_task
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.measuring import LoggingConfig
@@ -187,29 +189,24 @@ def memory_rows(context: Context) -> list[dict[str, Any]]:
     """Return the peak memory of one device of each role that runs on this machine, as rows of the
     forecast.
     """
-    config = context.config
-    away = {
-        role
-        for role, node in (("inference", config.inference_model), ("teacher", config.teacher))
-        if node.address
-    }
-    away |= {"reference", "teacher"} if config.only_evaluates else set()
-    away |= {"train"} if config.evaluates_served else set()
-    memory = context.memory
     rows = [
         {
             "resource": f"memory of {role}",
-            "estimate": size(of_role.peak),
-            "details": f"computed, per device: {in_words(of_role.parts())}",
+            "estimate": size(share.memory.peak),
+            "details": f"computed, per device: {in_words(share.memory.parts())}",
         }
-        for role, of_role in memory.roles().items()
-        if role not in away
+        for role, share in shares(context).items()
+        if share.memory is not None and not share.addresses
     ]
-    if memory.images:
+    if context.images is not None:
+        plan = context.plan
+        images = image_memory(
+            context.config, context.shape, context.images, len(plan.train), len(plan.inference)
+        )
         row = {
             "resource": "memory of images",
-            "estimate": size(sum(memory.images.values())),
-            "details": f"computed, on the hosts: up to {in_words(memory.images)}",
+            "estimate": size(sum(images.values())),
+            "details": f"computed, on the hosts: up to {in_words(images)}",
         }
         rows.append(row)
     return rows

@@ -149,7 +149,7 @@ def outcome(folder: Path, text: str, gpus: int, gb: float, script: str = "sync")
     lines: list[str] = []
 
     def stop(layout: Any, context: Any, transfer: Any, *_: Any) -> None:
-        tables["run"] = facts(context, transfer, script == "async")
+        tables["run"] = facts(context, transfer)
         tables["layout"] = type(layout).__name__
         raise Ready
 
@@ -183,7 +183,7 @@ def outcome(folder: Path, text: str, gpus: int, gb: float, script: str = "sync")
         return message.replace(str(folder), "FOLDER").replace(target, "TARGET")
 
 
-def facts(context: Any, transfer: Any, asynchronous: bool) -> Any:
+def facts(context: Any, transfer: Any) -> Any:
     """Return what is known of a run whose models would load now."""
     from torchrl_grpo.assembly import layouts
     from torchrl_grpo.extras.doctor.doctor import memory_rows
@@ -192,8 +192,8 @@ def facts(context: Any, transfer: Any, asynchronous: bool) -> Any:
         "memory": memory_rows(context),
         "stored": layouts._stored_bytes(context, transfer),
         "transfer": [transfer.kind, transfer.together],
-        "turns": context.sleeps,
-        "geometry": asdict(layouts._task_setup(context, int(asynchronous))),
+        "turns": context.turns,
+        "geometry": asdict(context.geometry),
         "lengths": [*context.prompt_tokens],
     }
 

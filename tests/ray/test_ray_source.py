@@ -118,7 +118,7 @@ def make_sampler(
     pause_s: float,
     broken: Path | None,
     kind: Callable[[float], CountingEngine],
-    sleeps: bool,
+    turns: bool,
 ) -> Sampler:
     if broken is not None and broken.exists():
         raise RuntimeError("this machine has no room for an engine")
@@ -134,7 +134,7 @@ def make_sampler(
 
     prompts = [torch.tensor([7])]
     return Sampler(
-        engine, make_collector, evaluator, params, prompts, groups_at_a_time=TASK, sleeps=sleeps
+        engine, make_collector, evaluator, params, prompts, groups_at_a_time=TASK, turns=turns
     )
 
 

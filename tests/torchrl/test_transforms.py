@@ -361,7 +361,8 @@ def test_the_config_gives_each_environment_transforms_of_its_own() -> None:
         *SMALL, "evaluation.num_prompts=2", f"env.transforms={nodes}", "env.max_turns=2"
     )
     context = prepare(config)
-    sampler = parts.make_sampler(context, 1, 2)
+    context.geometry = replace(context.geometry, task_groups=1, concurrent_tasks=2)
+    sampler = parts.make_sampler(context)
     assert sampler.evaluator is not None
     envs = [sampler._take(1).env, sampler._take(1).env, sampler.evaluator.greedy_env]
     assert [type(env.transform) for env in envs] == [HistoryTransforms] * 3
@@ -385,7 +386,7 @@ def test_the_state_of_a_configs_transforms_is_resumed_with_the_engines() -> None
         report, groups = sampler.play(task)
         return report, [reward for group in groups for reward in group["next", "reward"].flatten()]
 
-    make = partial(parts.make_sampler, context, 4)
+    make = partial(parts.make_sampler, context)
     whole = make_seeded(make, 0, None)
     tasks = [RolloutTask(tuple(draw() for _ in range(2))) for _ in range(3)]
     for task in tasks[:2]:
@@ -397,7 +398,7 @@ def test_the_state_of_a_configs_transforms_is_resumed_with_the_engines() -> None
     assert rewards(resumed, tasks[2])[1] == expected != rewards(without, tasks[2])[1]
     other = prepare(compose_config(*SMALL, "env.transforms=[{_target_: torchrl.envs.StepCounter}]"))
     with pytest.raises(ConfigError, match=r"env\.transforms must be those of the checkpoint"):
-        make_seeded(partial(parts.make_sampler, other, 4), 0, state)
+        make_seeded(partial(parts.make_sampler, other), 0, state)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from tests.support.configs import ROOT, SMALL, compose_config
 from torchrl_grpo import checks
-from torchrl_grpo.assembly.geometry import task_geometry
+from torchrl_grpo.assembly.geometry import Geometry, geometry_of
 from torchrl_grpo.assembly.parts import make_engine, make_sampler
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
@@ -195,10 +195,8 @@ def test_what_an_engine_refuses_comes_before_weights_load(
 @pytest.mark.slow
 def test_a_third_engine_is_made_and_plays(server: str) -> None:
     context = prepare(compose_config(*SMALL, server, "seed=3"), [])
-    assert task_geometry(context.config, 2) == (
-        1,
-        2,
-    )  # single groups, because concurrent calls are supported
+    # single groups, because concurrent calls are supported
+    assert geometry_of(context.config, 2, distributed=True) == Geometry(2, 2, 1, 2)
     engine = make_engine(context, CPU)
     assert isinstance(engine, Server)
     assert (engine.request.seed, engine.request.on_cpu, engine.request.colocated) == (

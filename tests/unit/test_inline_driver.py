@@ -96,7 +96,7 @@ def make_source(
     tokenizer: PreTrainedTokenizerFast,
     engine: Recorder,
     *,
-    sleeps: bool = False,
+    turns: bool = False,
     state: dict[str, Any] | None = None,
     resend: Callable[[int, str], WeightHandle] | None = None,
     **settings: Any,
@@ -107,7 +107,7 @@ def make_source(
     def make_collector(groups: int) -> RolloutCollector:
         return RolloutCollector(env.with_rows(2 * groups), GenerationPolicy(engine, params))
 
-    sampler = Sampler(engine, make_collector, None, params, [], groups_at_a_time=2, sleeps=sleeps)
+    sampler = Sampler(engine, make_collector, None, params, [], groups_at_a_time=2, turns=turns)
     reference = Reference(Scoring(engine.calls))  # type: ignore[arg-type]
     source = Rollouts(
         make_tasks(env, **settings),
@@ -115,7 +115,7 @@ def make_source(
         samplers=[LocalWorker("sampler 0", partial(make_seeded, lambda: sampler, 0))],
         references=[LocalWorker("reference model 0", lambda: reference)],
         resend=resend,
-        turns=sleeps,
+        turns=turns,
     )
     if state is not None:
         source.load_state_dict(state)
@@ -145,7 +145,7 @@ def test_a_colocated_engine_sleeps_while_the_other_roles_work(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     engine = Recorder()
-    source = make_source(tokenizer, engine, sleeps=True)
+    source = make_source(tokenizer, engine, turns=True)
     source.publish(weights(1), 1)
     source.next_batch()
     source.publish(weights(2), 2)
@@ -163,7 +163,7 @@ def test_a_colocated_engine_is_woken_for_a_second_task_of_a_batch(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     engine = Recorder()
-    source = make_source(tokenizer, engine, sleeps=True)
+    source = make_source(tokenizer, engine, turns=True)
     source.publish(weights(1), 1)
     progress = source.tasks.next_unplayed()
     assert progress is not None
@@ -176,7 +176,7 @@ def test_an_engine_woken_after_its_task_sleeps_in_the_learners_turn(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     engine = Recorder()
-    source = make_source(tokenizer, engine, sleeps=True)
+    source = make_source(tokenizer, engine, turns=True)
     source.publish(weights(1), 1)
     sampler = source.samplers[0].part
     score = source.references[0].part.scoring

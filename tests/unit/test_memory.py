@@ -126,8 +126,8 @@ def shared(monkeypatch: pytest.MonkeyPatch, total: int, *overrides: str) -> Cont
     return prepare(compose_config(*SMALL, "inference_model.backend=vllm", *overrides), [gpu])
 
 
-def check(context: Context, *, sleeps: bool = True) -> None:
-    shares_module.check_devices(dataclasses.replace(context, sleeps=sleeps))
+def check(context: Context, *, turns: bool = True) -> None:
+    shares_module.check_devices(dataclasses.replace(context, turns=turns))
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_processes_that_keep_their_memory_need_room_for_the_gradients_too(
     context = shared(monkeypatch, STARTER * 16 * 10 // 6 + 100)
     check(context)
     with pytest.raises(ConfigError, match=r"gradients.* 1\.71 MB of the reference model"):
-        check(context, sleeps=False)
+        check(context, turns=False)
 
 
 def test_a_share_that_cannot_hold_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from torchrl.envs import Transform, TransformedEnv
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from torchrl_grpo.assembly.components import make_component
+from torchrl_grpo.assembly.geometry import Geometry, geometry_of
 from torchrl_grpo.assembly.memory import Images
 from torchrl_grpo.assembly.tasks import check_tests, dataset_names, read_task
 from torchrl_grpo.checks import GENERATED
@@ -76,7 +77,9 @@ class Context:
         plan: devices of the roles.
         resume: checkpoint to resume.
         folder: the run's folder, for logs of its processes.
-        sleeps: whether engines share devices with other roles, and release them while those work.
+        max_staleness: bound on the staleness.
+        distributed: whether the roles are processes of their own.
+        turns: whether engines share devices with other roles, and release them while those work.
         teacher_shape: shape of the largest teacher.
         teacher_prompts: writes the prompts that the teacher reads in place of the policy's.
     """
@@ -85,7 +88,9 @@ class Context:
     plan: DevicePlan
     resume: Resume | None = None
     folder: Path | None = None
-    sleeps: bool = False
+    max_staleness: int = 0
+    distributed: bool = False
+    turns: bool = False
     teacher_shape: Shape | None = None
     teacher_prompts: TeacherPrompts | None = None
 
@@ -303,6 +308,22 @@ class Context:
             return env
         transforms = [make_component(name, node, Transform) for name, node in nodes]
         return TransformedEnv(env, load_extra("history_transforms")(*transforms))
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        """How the samplers play.
+
+        Raises:
+            ValueError: they cannot divide the environments among them.
+        """
+        return geometry_of(
+            self.config,
+            len(self.plan.inference),
+            distributed=self.distributed,
+            turns=self.turns,
+            max_staleness=self.max_staleness,
+            has_reward_workers=self.reward_pool is not None,
+        )
 
     @cached_property
     def longest_prompt(self) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,12 +14,9 @@ import torch
 from torchrl import torchrl_logger
 
 from torchrl_grpo.assembly.context import Context
-from torchrl_grpo.assembly.geometry import task_geometry
 from torchrl_grpo.assembly.parts import make_learner, make_reference, make_sampler, make_teacher
 from torchrl_grpo.assembly.shares import check_devices
-from torchrl_grpo.checks import InFlight
 from torchrl_grpo.config import check_one_process
-from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host import stalls
 from torchrl_grpo.host.startup import say
 from torchrl_grpo.learner.learner import Learner
@@ -38,21 +34,6 @@ from torchrl_grpo.runtime.workers import LocalWorker, RayWorker, Worker
 from torchrl_grpo.weights import Transfer
 
 
-@dataclass(frozen=True)
-class _TaskSetup:
-    """How samplers play rollout tasks.
-
-    Attributes:
-        groups: groups in a task; None for a whole batch.
-        concurrent: tasks that a sampler plays at a time.
-        in_flight: what happens to tasks in progress when weights arrive; see ``AsyncVLLMEngine``.
-    """
-
-    groups: int | None = None
-    concurrent: int = 1
-    in_flight: InFlight = "wait"
-
-
 class LocalLayout:
     """All roles in this thread."""
 
@@ -66,14 +47,13 @@ class LocalLayout:
         check_one_process(context.config)
 
     def make_roles(
-        self, context: Context, transfer: Transfer, max_staleness: int, resources: ExitStack
+        self, context: Context, transfer: Transfer, resources: ExitStack
     ) -> tuple[Learner, Rollouts]:
         """Make the learner and the rollouts, and start them.
 
         Args:
             context: checked.
             transfer: kind of weight transfer to the engines.
-            max_staleness: bound on the staleness.
             resources: closes everything that is made.
 
         Raises:
@@ -92,9 +72,7 @@ class LocalLayout:
             return LocalWorker(name, partial(factory, device=device))
 
         driver = InlineDriver()
-        rollouts = _make_rollouts(
-            context, transfer, max_staleness, _TaskSetup(), learner, driver, make_worker
-        )
+        rollouts = _make_rollouts(context, transfer, learner, driver, make_worker)
         resources.callback(rollouts.close)
         rollouts.start()
         return learner, rollouts
@@ -129,10 +107,9 @@ class RayLayout:
         if self._cluster is None:
             check_devices(context)
         require_ray()
-        task_geometry(context.config, len(context.plan.inference), sleeps=context.sleeps)
 
     def make_roles(
-        self, context: Context, transfer: Transfer, max_staleness: int, resources: ExitStack
+        self, context: Context, transfer: Transfer, resources: ExitStack
     ) -> tuple[RayLearner, Rollouts]:
         """Make the learner and the rollouts, and start them; see ``LocalLayout.make_roles``.
 
@@ -157,10 +134,10 @@ class RayLayout:
         )
         cluster.watch(learner.last_saved)
         resources.callback(learner.close)
-        setup = _task_setup(context, max_staleness)
+        geometry = context.geometry
         # An engine may take several calls at a time: tasks, an update and an evaluation.
-        is_concurrent = setup.concurrent > 1 or setup.in_flight != "wait"
-        sampler_callers = setup.concurrent + 2 if is_concurrent else 1
+        is_concurrent = geometry.concurrent_tasks > 1 or geometry.in_flight != "wait"
+        sampler_callers = geometry.concurrent_tasks + 2 if is_concurrent else 1
 
         def make_worker(role: str, index: int, name: str, factory: Callable[..., Any]) -> Worker:
             callers = sampler_callers if role == "inference" else 1
@@ -170,9 +147,7 @@ class RayLayout:
         driver = ThreadDriver(
             actor_timeout_s=ray.actor_timeout_s, recovery_timeout_s=ray.recovery_timeout_s
         )
-        rollouts = _make_rollouts(
-            context, transfer, max_staleness, setup, learner, driver, make_worker
-        )
+        rollouts = _make_rollouts(context, transfer, learner, driver, make_worker)
         resources.callback(rollouts.close)
         say(f"starting {sum(map(len, options.values()))} processes that load their models")
         if plan.colocated:  # engines measure free memory, so the learner allocates its own first
@@ -204,24 +179,9 @@ def _stored_bytes(context: Context, transfer: Transfer) -> int:
     return 2 * int(context.shape.parameters) * itemsize
 
 
-def _task_setup(context: Context, max_staleness: int) -> _TaskSetup:
-    inference = context.config.inference_model
-    groups, concurrent = task_geometry(
-        context.config, len(context.plan.inference), sleeps=context.sleeps
-    )
-    has_reward_workers = context.reward_pool is not None
-    if max_staleness and has_reward_workers and not ENGINES[inference.backend].concurrent:
-        # While one task is scored, the engine samples others, up to the staleness bound, and
-        # weights may arrive in between.
-        return _TaskSetup(groups, max_staleness + 1, "keep")
-    return _TaskSetup(groups, concurrent, inference.in_flight)  # type: ignore[arg-type]
-
-
 def _make_rollouts(
     context: Context,
     transfer: Transfer,
-    max_staleness: int,
-    setup: _TaskSetup,
     learner: Learner | RayLearner,
     driver: InlineDriver | ThreadDriver,
     make_worker: Callable[[str, int, str, Callable[..., Any]], Worker],
@@ -231,22 +191,23 @@ def _make_rollouts(
     ``make_worker`` takes the role, the worker's index within the role, its name, and the factory of
     its part.
     """
-    config, plan, untested = context.config, context.plan, context.without_tests()
+    config, plan, geometry = context.config, context.plan, context.geometry
+    untested = context.without_tests()
     most_played = None
     if config.policy.dynamic_sampling:
         rows = config.policy.max_sampling_rounds * config.env.num_envs
         most_played = rows // config.env.repeats
     tasks = TaskQueue(
         context.train_env.drawing,
-        GroupBuffer(config.groups_per_batch, max_staleness),
-        task_groups=setup.groups or config.groups_per_batch,
+        GroupBuffer(config.groups_per_batch, context.max_staleness),
+        task_groups=geometry.task_groups,
         total_groups=config.num_batches * config.groups_per_batch,
         group_size=config.env.repeats,
         most_played=most_played,
     )
 
     def make_sampler_worker(number: int) -> Worker:
-        make = partial(make_sampler, context, setup.groups, setup.concurrent, number=number)
+        make = partial(make_sampler, context, number=number)
         factory = partial(make_seeded, make, config.seed + number)
         return make_worker("inference", number, f"sampler {number}", factory)
 
@@ -263,13 +224,13 @@ def _make_rollouts(
             for i in range(len(plan.reference))
         ],
         teachers=[teachers[number :: plan.num_teachers] for number in range(plan.num_teachers)],
-        concurrent_tasks=setup.concurrent,
-        in_flight=setup.in_flight,
+        concurrent_tasks=geometry.concurrent_tasks,
+        in_flight=geometry.in_flight,
         references_first=driver.overlaps and plan.colocated,
         release=learner.release,
         resend=learner.resend,
         together=transfer.together,
-        turns=context.sleeps,
+        turns=context.turns,
         evaluates=context.tests is not None,
     )
     if context.resume is not None:

@@ -118,7 +118,7 @@ def make_learner(
         transforms,
         sender,
         context.model.tokenizer,
-        makes_room=context.sleeps,
+        turns=context.turns,
         sampled=not config.policy.demonstrations,
     )
     if context.resume is not None:
@@ -194,26 +194,20 @@ def make_model(config: GRPOConfig, device: torch.device) -> nn.Module:
 
 
 def make_sampler(
-    context: Context,
-    task_groups: int | None = None,
-    concurrent_tasks: int = 1,
-    *,
-    number: int = 0,
-    device: torch.device | None = None,
+    context: Context, *, number: int = 0, device: torch.device | None = None
 ) -> Sampler:
     """Make a sampler.
 
     Args:
         context: checked.
-        task_groups: groups of a rollout task. If set, the engine takes concurrent calls, provided
-            that it supports them and does not sleep. None makes a sampler that plays whole batches.
-        concurrent_tasks: rollout tasks to play at a time.
         number: index of the sampler.
         device: device of its engine, the first one if it has several.
     """
     config = context.config
     say(f"starting the engine: {config.inference_model.backend}")
-    concurrent = task_groups is not None and not context.sleeps
+    geometry = context.geometry
+    # Whether the engine takes concurrent calls, if it supports them.
+    concurrent = context.distributed and not context.turns
     engine = make_engine(context, device or own_device(), concurrent=concurrent, number=number)
     policy = GenerationPolicy(engine, context.params, rescore=_rescorer(config, engine))
 
@@ -254,21 +248,20 @@ def make_sampler(
             rows=config.logging.test_rows,
         )
     prompts = context.train_env.prompts.first(4)
-    at_a_time = config.env.num_envs // config.env.repeats // len(context.plan.inference)
     return Sampler(
         engine,
         make_collector,
         evaluator,
         context.params,
         prompts,
-        groups_at_a_time=min(task_groups or at_a_time, at_a_time),
-        overlapping=concurrent_tasks > 1,
-        sleeps=context.sleeps,
+        groups_at_a_time=min(geometry.task_groups, geometry.groups_at_a_time),
+        overlapping=geometry.concurrent_tasks > 1,
+        turns=context.turns,
         reward_pool=context.reward_pool,
         writers=_writers(context, demonstrations),
         # Not for a single sampler, which plays all tasks in order, nor for overlapping tasks, which
         # share the engine's random state.
-        seed=config.seed if len(context.plan.inference) > 1 and concurrent_tasks == 1 else None,
+        seed=config.seed if geometry.samplers > 1 and geometry.concurrent_tasks == 1 else None,
     )
 
 
@@ -313,7 +306,7 @@ def make_reference(context: Context, device: torch.device | None = None) -> Refe
     """Make a separate reference model, with scoring passes of the trainer's size and precision."""
     config = context.config
     scorer = _load_scorer(config, "ref_model", device or own_device())
-    return Reference(KLScoring(scorer, **_passes(config)), makes_room=context.sleeps)
+    return Reference(KLScoring(scorer, **_passes(config)), turns=context.turns)
 
 
 def make_teacher(
@@ -337,7 +330,7 @@ def make_teacher(
         served = load_extra("served_teacher")(address, top_k=top_k, vocabulary=vocabulary)
         return Reference(_teacher_scoring(config, served, 2 * (top_k or 0), datasets))
     scorer = _load_scorer(config, "teacher", device or own_device())
-    return Reference(_local_teacher(config, scorer, datasets), makes_room=context.sleeps)
+    return Reference(_local_teacher(config, scorer, datasets), turns=context.turns)
 
 
 def _local_teacher(

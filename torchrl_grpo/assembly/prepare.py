@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from tensordict.nn import TensorDictModule
@@ -44,6 +45,10 @@ def prepare(
     accelerators: Sequence[torch.device] | None = None,
     resume: Resume | None = None,
     task: Task | None = None,
+    *,
+    folder: Path | None = None,
+    max_staleness: int = 0,
+    distributed: bool = False,
 ) -> Context:
     """Check everything that needs no weights, and make everything that a run needs besides them.
 
@@ -52,6 +57,9 @@ def prepare(
         accelerators: accelerators of the cluster at ``ray.address``; None for this machine's.
         resume: the checkpoint to resume.
         task: task of the config; None makes it.
+        folder: the run's folder.
+        max_staleness: bound on the staleness.
+        distributed: whether the roles are processes of their own even if the plan needs only one.
 
     Raises:
         ConfigError: a rule is broken; the message names field, rule, value and fix.
@@ -63,7 +71,17 @@ def prepare(
         make_files_absolute(config)
         _check_algorithm(config)
         check_loggers(config)
-        context = Context(config, plan, resume)
+        # Processes on several GPUs take turns if nothing is sampled while the learner trains.
+        in_turns = max_staleness == 0 if plan.distributed else not distributed
+        context = Context(
+            config,
+            plan,
+            resume,
+            folder,
+            max_staleness,
+            distributed=distributed or plan.distributed,
+            turns=in_turns and plan.colocated,
+        )
         if task is not None:
             context.task = task
         context.make("task", "model")
@@ -93,7 +111,7 @@ def prepare(
                 train_env.load_state_dict(resume.source["drawing"])
         # The constructors of the transforms check their settings.
         context.transformed(train_env.with_rows(config.env.num_envs)).close()
-        context.make("tests", "shape")
+        context.make("tests", "shape", "geometry")
         return context
 
 

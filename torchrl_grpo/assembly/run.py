@@ -191,14 +191,17 @@ def build(
             cluster = start_cluster(config.ray.address, resources)
         say("reading tokenizer" if task else "reading data and tokenizer")
         accelerators = None if cluster is None else cluster.accelerators()
-        context = prepare(config, accelerators, resume, task)
+        context = prepare(
+            config,
+            accelerators,
+            resume,
+            task,
+            folder=directory,
+            max_staleness=max_staleness,
+            distributed=asynchronous or cluster is not None,
+        )
         config, plan = context.config, context.plan
-        distributed = asynchronous or cluster is not None or plan.distributed
-        # Processes on several GPUs take turns if nothing is sampled while the learner trains.
-        in_turns = not distributed or (plan.distributed and max_staleness == 0)
-        context.folder = directory
-        context.sleeps = in_turns and plan.colocated
-        layout = RayLayout(cluster, watch) if distributed else LocalLayout()
+        layout = RayLayout(cluster, watch) if context.distributed else LocalLayout()
         layout.check(context)
         transfer = transfer_kind(
             config.inference_model.weight_transfer,
@@ -206,7 +209,7 @@ def build(
             trainer=plan.train[0],
             engines=plan.inference,
             colocated=plan.colocated,
-            distributed=distributed,
+            distributed=context.distributed,
             lora=config.train_model.lora.enabled,
             waits=max_staleness > 0 and config.inference_model.in_flight == "wait",
         )
@@ -216,7 +219,7 @@ def build(
             done = 0 if resume is None else resume.step
             logger.truncate(done + 1 if done else 0)
             Checkpointer(directory / "checkpoints", {}).begin(done)
-        learner, rollouts = layout.make_roles(context, transfer, max_staleness, resources)
+        learner, rollouts = layout.make_roles(context, transfer, resources)
         time_limit = config.train.time_limit
         reference_version = 0
         if resume and config.has_own_reference:

@@ -143,8 +143,7 @@ def _engine_share(context: Context) -> Share:
     config, shape, images = context.config, context.shape, context.images
     env, engine, devices = config.env, config.inference_model, context.plan.inference
     number, ranks = BYTES[engine.dtype], engine.tensor_parallel_size
-    groups = max(1, env.num_envs // env.repeats // len(devices))
-    cache = groups * group_cache_bytes(
+    cache = context.geometry.groups_at_a_time * group_cache_bytes(
         shape, number, context.longest_prompt, env.repeats, config.max_response_tokens
     )
     features = 0 if images is None else encoder_cache_bytes(config, shape, images.tokens)
@@ -238,7 +237,7 @@ def _check_device(context: Context, device: torch.device, total: int) -> None:
                 f"use more devices, {_MEMORY_SAVERS}."
             )
         return
-    if context.sleeps:  # the engine's share and the gradients never exist at the same time
+    if context.turns:  # the engine's share and the gradients never exist at the same time
         holds.pop("gradients", None)
     weights = sum(engine.least.values())
     most = 1 - sum(holds.values()) / total

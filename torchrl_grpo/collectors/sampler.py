@@ -110,7 +110,7 @@ class Sampler:
         groups_at_a_time: maximum number of groups that are played at once; a task with more is
             played in several rounds.
         overlapping: whether several threads play tasks concurrently.
-        sleeps: whether the engine shares its device with other roles, which use it while the engine
+        turns: whether the engine shares its device with other roles, which use it while the engine
             is idle: the engine sleeps after each task, and when ``sleep`` is called.
         reward_pool: scores for all environments, and is closed with the sampler; None if they score
             by themselves.
@@ -130,7 +130,7 @@ class Sampler:
         *,
         groups_at_a_time: int,
         overlapping: bool = False,
-        sleeps: bool = False,
+        turns: bool = False,
         reward_pool: RewardPool | None = None,
         writers: Sequence[Callable[[Drawn, Sequence[TensorDictBase]], None]] = (),
         seed: int | None = None,
@@ -142,7 +142,7 @@ class Sampler:
         self.probe_prompts = list(probe_prompts)
         self.groups_at_a_time = groups_at_a_time
         self.overlapping = overlapping
-        self.sleeps = sleeps
+        self.turns = turns
         self.reward_pool = reward_pool
         self.writers = writers
         self._make_collector = make_collector
@@ -203,7 +203,7 @@ class Sampler:
         """Release the engine's device, if it is shared, to the other roles until the engine is
         needed again.
         """
-        if self.sleeps and not self._asleep:
+        if self.turns and not self._asleep:
             self.engine.sleep()
             self._asleep = True
             torch.cuda.empty_cache()
@@ -219,7 +219,7 @@ class Sampler:
         """Release the memory cached by the trainer's allocator, which a waking engine's process
         could not use.
         """
-        if self.sleeps:
+        if self.turns:
             torch.cuda.empty_cache()
 
     def _take(self, groups: int) -> RolloutCollector | Demonstrations:

@@ -46,7 +46,7 @@ class Learner:
             ``time/{name}_s``.
         sender: sends the weights to the engines.
         tokenizer: decodes the tokens in ``samples``; None leaves them out.
-        makes_room: whether engines on this GPU wake when they get weights. If so, training first
+        turns: whether engines on this GPU wake when they get weights. If so, training first
             releases its cached memory.
         sampled: whether a policy sampled the batches; False for demonstrations.
     """
@@ -58,14 +58,14 @@ class Learner:
         sender: Sender,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
-        makes_room: bool = False,
+        turns: bool = False,
         sampled: bool = True,
     ) -> None:
         self.trainer = trainer
         self.transforms = list(transforms)
         self.sender = sender
         self.tokenizer = tokenizer
-        self.makes_room = makes_room
+        self.turns = turns
         self.sampled = sampled
         self._batch: TensorDictBase | None = None
         self._checkpoint_writer = CheckpointWriter()
@@ -136,7 +136,7 @@ class Learner:
     def weights(self) -> WeightHandle | None:
         """Return a handle of the current weights for the engines; None on a rank other than 0."""
         handle = self._send(self.sender)
-        if self.makes_room:
+        if self.turns:
             torch.cuda.empty_cache()
         return handle
 

@@ -19,12 +19,12 @@ class Reference:
 
     Args:
         scoring: transform that writes the model's log-probs into a batch.
-        makes_room: whether to free GPU memory for other roles after scoring.
+        turns: whether to free GPU memory for other roles after scoring.
     """
 
-    def __init__(self, scoring: Transform, *, makes_room: bool = False) -> None:
+    def __init__(self, scoring: Transform, *, turns: bool = False) -> None:
         self.scoring = scoring
-        self.makes_room = makes_room
+        self.turns = turns
 
     def update(self, handle: WeightHandle) -> None:
         """Replace a reference model's weights."""
@@ -40,6 +40,6 @@ class Reference:
             lazy_stack(list(rows[end - len(group) : end]))
             for end, group in zip(ends, groups, strict=True)
         ]
-        if self.makes_room:
+        if self.turns:
             torch.cuda.empty_cache()
         return time.perf_counter() - start, scored

@@ -545,6 +545,10 @@ def test_a_model_that_finds_no_room_is_one_line(
     assert [path.name for path in small_disk.iterdir()] == ["filler"]
 
 
+def newest_step(folder: Path) -> int:
+    return max((step_of(path) or 0 for path in checkpoints_in(folder)), default=0)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
 def test_20_kills_in_a_save_leave_only_whole_checkpoints(tmp_path: Path) -> None:
@@ -552,7 +556,7 @@ def test_20_kills_in_a_save_leave_only_whole_checkpoints(tmp_path: Path) -> None
     draw = random.Random(0)
     newest = [0]
     parts = 0
-    for _ in range(20):
+    for number in range(20):
         checkpointer = Checkpointer(tmp_path, {}, "last:2")
         checkpointer.begin(newest[-1])
         assert not list(tmp_path.glob("*.tmp"))
@@ -560,12 +564,16 @@ def test_20_kills_in_a_save_leave_only_whole_checkpoints(tmp_path: Path) -> None
         if pid == 0:
             for step in range(newest[-1] + 1, 10_000):
                 save_weight(checkpointer, step, torch.zeros(200_000))
-        time.sleep(0.02 + draw.random() / 20)
+        # Every second child finishes a checkpoint before it is killed in another one.
+        deadline, first = time.monotonic() + 60, newest[-1] + number % 2
+        while not (list(tmp_path.glob("*.tmp")) and newest_step(tmp_path) >= first):
+            assert time.monotonic() < deadline
+        time.sleep(draw.random() / 100)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         for path in checkpoints_in(tmp_path):
             check_whole(path)
-        newest.append(max((step_of(path) or 0 for path in checkpoints_in(tmp_path)), default=0))
+        newest.append(newest_step(tmp_path))
         parts += len(list(tmp_path.glob("*.tmp")))
     assert newest == sorted(newest) and newest[-1] > 0
     assert parts > 0  # some were killed in the middle of a save

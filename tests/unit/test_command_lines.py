@@ -105,6 +105,12 @@ def test_help_names_keys_that_exist() -> None:
     assert len(set(keys)) >= 30
 
 
+def test_help_names_all_configs_and_algorithms() -> None:
+    words = set(re.findall(r"\w+", HELP))
+    paths = [*ROOT.glob("config/*.yaml"), *ROOT.glob("config/algo/*.yaml")]
+    assert len(paths) > 30 and {path.stem for path in paths} <= words
+
+
 def in_this_process(
     monkeypatch: pytest.MonkeyPatch, task: Callable[[], object], *words: str
 ) -> int:

@@ -230,3 +230,31 @@ def test_links_to_other_places_are_well_made_and_to_known_hosts() -> None:
             host, _, _ = urlsplit(link).netloc.partition(":")
             assert host in OF_OTHERS or (host in HOSTS and link.startswith("https:")), (page, link)
             assert not link.endswith((".", ",")), (page, link)
+
+
+def written_texts() -> str:
+    """Return the texts in the package's code, without docstrings; values in them are NUL."""
+    texts = list[str]()
+    for path in (ROOT / "torchrl_grpo").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if id(node) not in docstrings and isinstance(node, ast.Constant | ast.JoinedStr):
+                values = [part.value if isinstance(part, ast.Constant) else "\0" for part in parts]
+                texts.append("".join(map(str, values)))
+    return "\n".join(texts)
+
+
+def test_messages_quoted_in_troubleshooting_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    _, _, tables = page.partition("## Runs that stall")
+    cells = re.findall(r"^\| (`.+?) \|", tables, re.MULTILINE)
+    messages = [quoted for cell in cells for quoted in re.findall(r"`([^`]+)`", cell)]
+    phrases = {
+        phrase
+        for message in messages
+        for phrase in re.findall(r"(?<!\w)[A-Za-z][a-z',]*(?: [a-z][a-z',]*){2,}", message)
+    }
+    code = written_texts()
+    assert len(phrases) > 15 and [phrase for phrase in phrases if phrase not in code] == []

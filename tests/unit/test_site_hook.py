@@ -22,7 +22,14 @@ def hook() -> ModuleType:
 
 
 def page(path: str) -> SimpleNamespace:
-    return SimpleNamespace(file=SimpleNamespace(src_uri=path))
+    return SimpleNamespace(file=SimpleNamespace(src_uri=path), meta={})
+
+
+def test_pages_of_the_reference_are_found_below_the_guides(hook: ModuleType) -> None:
+    pages = [page("reference/loss.md"), page("data.md")]
+    for found in pages:
+        hook.on_page_markdown("", found)
+    assert [found.meta for found in pages] == [{"search": {"boost": 0.2}}, {}]
 
 
 def test_the_name_of_a_page_becomes_a_link_but_not_in_code(hook: ModuleType) -> None:

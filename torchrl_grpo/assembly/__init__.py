@@ -1,1 +1,3 @@
-"""Builds a run from a validated config: the only package that knows both config and components."""
+"""Builds a run from a validated config: everything that is known before weights load, then the
+components and the processes that they run in.
+"""

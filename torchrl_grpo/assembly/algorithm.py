@@ -1,5 +1,5 @@
-"""The components of an algorithm from ``policy.*`` of the config: the loss and the transforms. from
-rewards to advantages.
+"""The components of an algorithm from ``policy.*`` of the config: the loss, and the transforms
+from rewards to advantages.
 """
 
 from __future__ import annotations

@@ -5,9 +5,15 @@ from __future__ import annotations
 HELP = """\
 GRPO: reinforcement learning of a language model. Set keys as KEY=VALUE.
 
-  --config-name NAME             start from config/NAME.yaml: grpo_arithmetic (the included model,
-                                 minutes on a CPU), grpo_gsm8k (the default), grpo_math, grpo_ifeval
-  algo=NAME                      objective of a published algorithm: grpo, dapo, cispo, distill, sft
+  --config-name NAME             start from config/NAME.yaml: grpo_arithmetic, grpo_shapes (included
+                                 models, minutes on a CPU), grpo_gsm8k (the default),
+                                 grpo_gsm8k_qwen3, grpo_math, grpo_ifeval, grpo_countdown,
+                                 distill_gsm8k, sft_gsm8k
+  algo=NAME                      objective of a published algorithm: grpo, dapo, dr_grpo, gspo,
+                                 gspo_token, cispo, sapo, gmpo, gpg, vespo, luspo, rloo,
+                                 reinforce_pp, opo, max_rl, pass_at_k, clip_cov, kl_cov,
+                                 decoupled_ppo, dppo_tv, geo_mask, icepop, distill, sft
+                                 (docs/algorithms.md)
   dry_run=true                   only check the run: mistakes, time, disk and memory
 
 Model

@@ -1,4 +1,6 @@
-"""Roles as Ray actors. Ray is imported only when it is used, so the package works without it."""
+"""Who does what next in a run: rollout tasks, staleness, and workers in this thread or in Ray actors.
+Ray is imported inside functions, so runs in one thread need no Ray.
+"""
 
 from torchrl_grpo.host.startup import import_as_in_driver
 

@@ -116,7 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sort",
         choices=("step", "reward", "length", "change"),
-        help="lowest first; change of reward, unchanged ones last",
+        help="lowest first, equal ones from the newest step on; change of reward, unchanged ones "
+        "last",
     )
     parser.add_argument(
         "--reverse", action="store_true", help="highest first, or last written first"
@@ -172,10 +173,14 @@ def _change(pair: Pair) -> float:
 def _first(
     items: Sequence[Any], options: argparse.Namespace, key: Callable[[Any, str], Any]
 ) -> list[Any]:
-    """Return the items to show, in order."""
+    """Return the items to show, in order; of equal ones the last written first."""
     ordered = list(items)
-    if options.sort is not None:
-        ordered.sort(key=lambda item: key(item, options.sort))
+    if options.sort not in (None, "step"):
+        ordered.reverse()
+        ordered.sort(key=lambda item: key(item, options.sort), reverse=options.reverse)
+        return ordered[: options.limit]
+    if options.sort == "step":
+        ordered.sort(key=lambda item: key(item, "step"))
     if options.reverse:
         ordered.reverse()
     return ordered[: options.limit]

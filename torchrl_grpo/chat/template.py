@@ -202,29 +202,26 @@ class ChatEncoder:
         """
         marks: dict[str, str] = {}
 
-        def with_mark(text: Any, what: str) -> Any:
-            if not isinstance(text, str) or not text.strip():
-                return text
+        def with_marks(content: Any, what: str) -> Any:
+            if isinstance(content, list):
+                return [with_marks(part, what) for part in content]
+            if isinstance(content, Mapping) and "text" in content:
+                return {**content, "text": with_marks(content["text"], what)}
+            if not isinstance(content, str) or not content.strip():
+                return content
             mark = _MARK.format(len(marks))
             marks[mark] = what
-            return text + mark
+            return content + mark
 
         whole = []
         for message in chat:
             message = dict(message)
             which = f"of each message, but it leaves out one with the role {message.get('role')!r}"
-            if isinstance(content := message.get("content"), list):
-                message["content"] = [
-                    {**part, "text": with_mark(part["text"], f"the content {which}")}
-                    if isinstance(part, Mapping) and "text" in part
-                    else part
-                    for part in content
-                ]
-            elif content:
-                message["content"] = with_mark(content, f"the content {which}")
+            if content := message.get("content"):
+                message["content"] = with_marks(content, f"the content {which}")
             if isinstance(calls := message.get("tool_calls"), list | tuple):
                 message["tool_calls"] = [
-                    with_arguments(call, True, with_mark("?", f"tool_calls {which}"))
+                    with_arguments(call, True, with_marks("?", f"tool_calls {which}"))
                     for call in calls
                 ]
             whole.append(self._with_call_form(message))

@@ -144,7 +144,6 @@ def test_adapters_of_modules_that_are_not_there_are_refused() -> None:
         ("qwen2", "lm_head"),
         ("gpt2", "wte"),
         ("zamba2", "q_proj"),  # of blocks that share their weights
-        ("mamba", "in_proj"),  # read past its forward
     ],
 )
 def test_adapters_that_a_user_of_the_weight_would_ignore_are_refused(
@@ -161,11 +160,10 @@ def test_adapters_that_a_user_of_the_weight_would_ignore_are_refused(
             "n_mamba_heads": 2,
             "num_mem_blocks": 1,
         },
-        "mamba": {},
     }
     config = AutoConfig.for_model(kind, **sizes | more[kind])
     with pytest.raises(ValueError, match=r"train_model\.lora\.target_modules=.*users"):
-        loading.config_shape(config, "eager", r=2, alpha=4, target_modules=[target])
+        loading.config_shape(config, r=2, alpha=4, target_modules=[target])
 
 
 def test_adapters_of_an_embedding_that_is_not_tied_are_accepted() -> None:

@@ -158,6 +158,29 @@ def check_argument(
         raise ValueError(f"{field} must be {what}: {hint}")
 
 
+def rope_limit(config: Any) -> int | None:
+    """Return the tokens beyond which RoPE's frequencies depend on the longest sequence of a pass, so
+    that log-probs would on the sequences beside it; None if they never do.
+
+    Hugging Face's ``longrope`` has other factors from there on, and ``dynamic`` another base, which
+    it keeps in later passes. vLLM takes one for all lengths, by ``max_model_len``.
+    """
+    config = config.get_text_config(decoder=True)
+    rope: Any = getattr(config, "rope_parameters", None)
+    if "'longrope'" in str(rope):
+        return rope["original_max_position_embeddings"]
+    return config.max_position_embeddings if "'dynamic'" in str(rope) else None
+
+
+def context_length(config: Any) -> int:
+    """Return the maximum tokens of a prompt and its response together, at most ``rope_limit``; for
+    a model without a limit, a very large number.
+    """
+    limit = rope_limit(config)
+    config = config.get_text_config(decoder=True)
+    return limit or getattr(config, "max_position_embeddings", None) or 2**31
+
+
 def check_heads(field: str, size: int, config: Any, *, repeats: bool = False) -> None:
     """Refuse a number of devices that a model's attention heads cannot be split over.
 

@@ -319,6 +319,18 @@ def test_a_short_context_is_refused(stub: SGLangStub) -> None:
         prepare(compose_config(*served(stub.address)), [])
 
 
+def test_a_context_in_which_rope_is_another_is_refused(stub: SGLangStub) -> None:
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 300}
+    model = str({"rope_parameters": {**rope, **factors}}).replace("'", "")
+    config = compose_config(*served(stub.address), f"train_model.model_kwargs={model}")
+    stub.context = 301
+    with pytest.raises(ConfigError, match=r"inference_model\.address.* at most 300 tokens"):
+        prepare(config, [])
+    stub.context = 300
+    prepare(config, [])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "difference"), [(300, "larger"), (200, "smaller")])
 def test_another_vocabulary_is_refused(size: int, difference: str, stub: SGLangStub) -> None:

@@ -18,7 +18,7 @@ from torchrl_grpo.assembly.components import make_component
 from torchrl_grpo.assembly.geometry import Geometry, geometry_of
 from torchrl_grpo.assembly.memory import Images
 from torchrl_grpo.assembly.tasks import check_tests, dataset_names, read_task
-from torchrl_grpo.checks import GENERATED
+from torchrl_grpo.checks import GENERATED, context_length
 from torchrl_grpo.collectors.teacher_prompts import TeacherPrompts
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.envs import LLMEnv
@@ -53,8 +53,7 @@ class ModelFiles(NamedTuple):
     @property
     def context(self) -> int:
         """Maximum number of tokens of a sequence."""
-        text = self.config.get_text_config()
-        return getattr(text, "max_position_embeddings", None) or 2**31
+        return context_length(self.config)
 
 
 class EvaluationEnvs(NamedTuple):

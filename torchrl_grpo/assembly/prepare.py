@@ -19,7 +19,7 @@ from torchrl_grpo.assembly.context import Context
 from torchrl_grpo.assembly.errors import as_config_errors, naming_teacher
 from torchrl_grpo.assembly.shares import requests
 from torchrl_grpo.assembly.tasks import dataset_names
-from torchrl_grpo.checks import check_heads, check_optimizer
+from torchrl_grpo.checks import check_heads, check_optimizer, rope_limit
 from torchrl_grpo.collectors.demonstrations import Demonstrations
 from torchrl_grpo.collectors.teacher_prompts import TeacherPrompts
 from torchrl_grpo.config import GRPOConfig
@@ -86,6 +86,11 @@ def prepare(
             context.task = task
         context.make("task", "model")
         model = context.model
+        if rope_limit(model.config) is not None:
+            torchrl_logger.info(
+                f"The model's context is {model.context} tokens: beyond that, its RoPE would "
+                "depend on the sequences of a pass."
+            )
         if not config.learner_teaches:
             context.teacher_shape = _check_teachers(config, model.tokenizer)
         check_optimizer(config.optimizer.name)

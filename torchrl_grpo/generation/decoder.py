@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from torchrl_grpo.checks import context_length
 from torchrl_grpo.images import Prompt, images_of, tokens_of
 from torchrl_grpo.images.families import family_of, language_model_of
 from torchrl_grpo.images.features import (
@@ -158,7 +159,7 @@ class _GenericBatch(Batch):
     def __init__(self, decoder: GenericDecoder, max_new_tokens: int) -> None:
         self._decoder = decoder
         self._max_new_tokens = max_new_tokens
-        self._context = context_length(decoder.model)
+        self._context = context_length(decoder.model.config)
 
     def add(self, prompts: Sequence[Tensor | Prompt], n: int) -> Tensor:
         decoder = self._decoder
@@ -220,11 +221,3 @@ class _GenericBatch(Batch):
         self._cache.reorder_cache(rows)
         self._mask = self._mask[rows]
         self._positions = self._positions[rows]
-
-
-def context_length(model: PreTrainedModel) -> int:
-    """Return the maximum tokens of a prompt and its response together; for a model without a limit,
-    a very large number.
-    """
-    config = model.config.get_text_config(decoder=True)
-    return getattr(config, "max_position_embeddings", None) or 2**31

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchrl import torchrl_logger
 from transformers import PreTrainedModel
 
+from torchrl_grpo.checks import context_length
 from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.generation.base import (
     Completion,
@@ -27,7 +28,7 @@ from torchrl_grpo.generation.base import (
     OnFinished,
     SamplingParams,
 )
-from torchrl_grpo.generation.decoder import Decoder, GenericDecoder, context_length
+from torchrl_grpo.generation.decoder import Decoder, GenericDecoder
 from torchrl_grpo.generation.fused_decoder import FusedDecoder, can_fuse
 from torchrl_grpo.generation.sampling import sample
 from torchrl_grpo.generation.stops import ending
@@ -88,7 +89,7 @@ class TransformersEngine(Engine):
         self.model: PreTrainedModel = own.requires_grad_(False).eval()
         use_one_thread_if_small(self.model)
         self._kv_cache_bytes = kv_cache_bytes
-        self._context = context_length(self.model)
+        self._context = context_length(self.model.config)
         self._vocab_size = self.model.get_output_embeddings().weight.shape[0]
         self._generator = torch.Generator()
         self._closed = False

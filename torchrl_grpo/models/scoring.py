@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from torchrl import torchrl_logger
 
 import torchrl_grpo.models.attention  # noqa: F401  registers itself
 from torchrl_grpo import keys
-from torchrl_grpo.checks import MIN_TEMPERATURE
+from torchrl_grpo.checks import MIN_TEMPERATURE, rope_limit
 from torchrl_grpo.compat.transformers import attention_of
 from torchrl_grpo.host.threads import use_one_thread_if_small
 from torchrl_grpo.images import Prompt as ImagePrompt
@@ -51,11 +51,15 @@ from torchrl_grpo.models.sharding import call_gathered, compute_device, local_pa
 if TYPE_CHECKING:
     from torchrl.modules.llm import LLMWrapperBase
 
-WINDOWS = ("attention_chunk_size", "attention_window_size", "local_attention")
+WINDOWS = ("attention_chunk_size", "attention_window_size", "index_topk", "local_attention")
 """Fields of a config that say how many tokens some of its layers look at, except for
 ``sliding_window``.
 """
 
+_LENGTHS = ("sliding_window", "floor_scale")
+"""Fields of a config, and of layers, that say from how many tokens on some of them attend to a
+window, or scale their queries.
+"""
 
 _NO_VALUES: Mapping[NestedKey, Tensor] = MappingProxyType({})
 
@@ -199,12 +203,23 @@ class TokenScorer(TensorDictModuleBase):
         Args:
             rows: the sequences.
             prompts: of the sequences, where ``shared_prompts`` has found them already.
+
+        Raises:
+            ValueError: they are longer than the model's ``rope_limit``.
         """
+        limit = rope_limit(self.base.config)
+        longest = int(rows.lengths.max())
+        if limit is not None and longest > limit:
+            raise ValueError(
+                f"sequences must have at most {limit} tokens with this model's RoPE, which depends "
+                f"on the longest one of a pass beyond that, got {longest}: cut them, in a run by "
+                f"inference_model.max_model_len={limit}."
+            )
         grid = None
         if rows.images is not None and has_grid(self.base):
             each = zip(rows.tokens.split(rows.lengths.tolist()), rows.images, strict=True)
             grid = torch.cat([grid_positions(self.base, *row) for row in each], 1)
-        packs = self.packs(int(rows.lengths.max()), rows.images)
+        packs = self.packs(longest, rows.images)
         layout = packed(rows, prompts, grid) if packs else padded(rows, grid)
         return layout.with_unique_tokens() if tied_embedding(self.base) is not None else layout
 
@@ -409,7 +424,7 @@ def check_scorer(scorer: TokenScorer) -> None:
                 base(input_ids=tokens, use_cache=False).logits[0, :-1].float() / scorer.temperature
             )
             rounding = _rounding(head.dtype, logits)
-            base.unpacked_because = _check_packing(scorer, tokens, rounding)
+            base.unpacked_because = _check_packing(scorer, tokens, head.dtype)
     except _MODEL_ERRORS as error:
         problem = f"cannot be had ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     else:
@@ -454,11 +469,9 @@ def check_packing(scorer: TokenScorer, autocast_dtype: torch.dtype | None) -> No
     if autocast_dtype is None or autocast_dtype in checked or not packs:
         return
     checked.add(autocast_dtype)
-    base.unpacked_because = "it is being checked"
     tokens = _some_tokens(scorer)
     with _evaluated(scorer.model), autocast(tokens.device, autocast_dtype):
-        logits = base(input_ids=tokens, use_cache=False).logits.float() / scorer.temperature
-        base.unpacked_because = _check_packing(scorer, tokens, _rounding(autocast_dtype, logits))
+        base.unpacked_because = _check_packing(scorer, tokens, autocast_dtype)
 
 
 @torch.no_grad()
@@ -505,19 +518,28 @@ def _some_tokens(scorer: TokenScorer) -> Tensor:
 
 
 @contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode, and its modules back into the modes that they were in."""
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
+def _changed(attributes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Context in which objects have other attributes: object, name, and value."""
+    attributes = list(attributes)
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in attributes]
     try:
+        for change in attributes:
+            setattr(*change)
         yield
     finally:
-        for module, mode in training:
-            module.training = mode
+        for change in before:
+            setattr(*change)
+
+
+def _evaluated(model: nn.Module) -> AbstractContextManager[None]:
+    """Context in which a model is in eval mode."""
+    return _changed((module, "training", False) for module in model.modules())
 
 
 def _rounding(dtype: torch.dtype, logits: Tensor) -> float:
-    """Return the average error of log-probs from such logits that counts as rounding, in nats."""
+    """Return the average error of log-probs that counts as rounding, in nats, from the logits or
+    log-probs themselves.
+    """
     return max(1e-4, 2 * torch.finfo(dtype).eps) * max(1.0, logits.abs().max().item())
 
 
@@ -527,53 +549,46 @@ def _scores(scorer: TokenScorer, tokens: Tensor, mask: Tensor) -> Tensor:
     return rows.padded(TokenScorer.score_rows(scorer, scorer.layout(rows))["log_prob"])
 
 
-def _check_packing(scorer: TokenScorer, tokens: Tensor, rounding: float) -> str:
-    """Return why a model cannot be packed, within or beyond its sliding windows, because its
-    log-probs would differ; or "".
+def _check_packing(scorer: TokenScorer, tokens: Tensor, dtype: torch.dtype) -> str:
+    """Return why a model cannot be packed, within or beyond the lengths at which its layers change
+    (``_LENGTHS``), because its log-probs would differ; or "".
     """
-    why = _compare_packing(scorer, tokens, rounding)
-    if not why and getattr(scorer.base.config.get_text_config(), "sliding_window", None):
-        with _narrow_windows(scorer.base):
-            why = _compare_packing(scorer, tokens, rounding)
+    why = _compare_packing(scorer, tokens, dtype)
+    holders = [scorer.base.config.get_text_config(), *scorer.base.modules()]
+    # Of two tokens, so that short sequences are longer.
+    lengths = [(at, name, 2) for at in holders for name in _LENGTHS if getattr(at, name, None)]
+    if not why and lengths:
+        with _changed(lengths):
+            why = _compare_packing(scorer, tokens, dtype)
     return why
 
 
-def _compare_packing(scorer: TokenScorer, tokens: Tensor, rounding: float) -> str:
+def _compare_packing(scorer: TokenScorer, tokens: Tensor, dtype: torch.dtype) -> str:
     """Do ``_check_packing`` for two groups of two, with the model's own windows."""
     tokens = tokens.view(2, 6)[[0, 0, 1, 1]]
     tokens[1::2, 3:] = tokens[0::2, 2:5]  # the same prompt of three tokens, another response
     mask = torch.arange(6, device=tokens.device) >= torch.tensor(
         [[3], [3], [2], [3]], device=tokens.device
     )
-    scorer.base.unpacked_because = "it is being checked"
-    expected = _scores(scorer, tokens, mask)
-    scorer.base.unpacked_because = ""
+    changed = tokens.clone()
+    changed[0, 3:] = tokens[0, :3]  # another first response, beside which the others are the same
+    scores = []
     try:
-        scores = _scores(scorer, tokens, mask)
+        for why in ("it is being checked", ""):
+            scorer.base.unpacked_because = why
+            scores += [_scores(scorer, batch, mask)[mask] for batch in (tokens, changed)]
     except _MODEL_ERRORS as error:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    difference = (scores - expected)[mask].abs().mean().item()
-    return (
-        ""
-        if difference <= rounding
-        else f"their log-probs would be off by {difference:.2g} nats on average"
-    )
-
-
-@contextmanager
-def _narrow_windows(base: Any) -> Iterator[None]:
-    """Make each sliding window of a model two tokens wide, so that short sequences are longer."""
-    holders = [base.config.get_text_config(), *base.modules()]
-    windows = [(holder, getattr(holder, "sliding_window", None)) for holder in holders]
-    try:
-        for holder, window in windows:
-            if window:
-                holder.sliding_window = 2
-        yield
-    finally:
-        for holder, window in windows:
-            if window:
-                holder.sliding_window = window
+    padded, padded_beside, packed, packed_beside = scores
+    difference = (packed - padded).abs().mean().item()
+    if not difference <= _rounding(dtype, padded):
+        return f"their log-probs would be off by {difference:.2g} nats on average"
+    # The first response has three tokens. Experts round by the tokens that they share, padded too.
+    noise = (padded_beside - padded)[3:].abs().max() + 1e-6 * padded.abs().max()
+    leak = (packed_beside - packed)[3:].abs().max()
+    if not leak <= 8 * noise:
+        return f"their log-probs would depend on the sequences beside them, by {leak:.2g} nats"
+    return ""
 
 
 @functools.cache

@@ -107,6 +107,18 @@ def queries(page: Page) -> list[str]:
     return page.locator("section > .prompt").all_inner_texts()
 
 
+def test_the_current_tab_keeps_its_mark_under_the_mouse(page: Page, address: str) -> None:
+    show(page, address, "curves")
+    tab = page.locator("nav a[aria-current]")
+    color = "one => getComputedStyle(one).borderBottomColor"
+    before = tab.evaluate(color)
+    tab.hover()
+    assert tab.evaluate(color) == before
+    other = page.locator("nav a:not([aria-current])").first
+    other.hover()
+    assert other.evaluate(color) not in (before, "rgba(0, 0, 0, 0)")
+
+
 def test_curves_of_two_runs_are_overlaid(page: Page, address: str) -> None:
     show(page, address, "curves")
     reward = page.locator("figure", has_text="Reward").first

@@ -5,6 +5,7 @@ ended.
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -277,17 +278,24 @@ def test_a_signal_inside_torchs_writer_is_not_taken_for_an_error(tmp_path: Path)
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_ctrl_c_while_the_script_imports_gives_no_traceback(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [("hydra.", ["--help"]), ("numpy.", ["--config-name", "grpo_arithmetic"])],
+)
+def test_ctrl_c_while_the_script_imports_gives_no_traceback(
+    module: str, options: list[str], tmp_path: Path
+) -> None:
     command = [
         sys.executable,
         "-X",
         "importtime",
         str(ROOT / "sota" / "grpo" / "grpo.py"),
-        "--help",
+        *options,
     ]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        assert any("hydra." in line for line in process.stderr)
+        assert any(module in line for line in process.stderr)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT
@@ -338,3 +346,44 @@ def test_a_pipe_that_nobody_reads_any_more_ends_nothing(into: int, tmp_path: Pat
         process.stdin.close()
         assert process.wait(60) == 0
     assert (tmp_path / "done").exists()
+
+
+STREAMS = """
+import sys
+from torchrl_grpo.config import orderly_exit
+with orderly_exit():
+    print('first', flush=True)
+    sys.stdin.read()
+    for _ in range(10):
+        print('x', flush=True)
+        sys.stderr.write('y')
+sys.exit(7)
+"""
+
+
+def test_streams_that_are_closed_from_the_start_end_nothing(tmp_path: Path) -> None:
+    command = 'exec "$0" -c "$1" >&- 2>&-'
+    process = subprocess.run(
+        ["sh", "-c", command, sys.executable, STREAMS],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+    )
+    assert process.returncode == 7
+
+
+def test_a_terminal_that_is_closed_ends_nothing() -> None:
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", STREAMS],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=theirs,
+        stderr=theirs,
+    ) as process:
+        os.close(theirs)
+        assert os.read(ours, 5) == b"first"
+        os.close(ours)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(120) == 7

@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sqlite3
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -272,14 +273,14 @@ def test_prometheus_reads_the_latest_metrics_until_the_run_ends(tmp_path: Path) 
     url = f"http://127.0.0.1:{port}/metrics"
     for _ in range(2):  # the second run finds the port free again
         with MetricsLogger(folder, tensorboard=False, services=settings, config={}) as logger:
-            logger.log(1, {"train/loss": 0.5, "eval/pass@1": 0.25})
+            logger.log(1, {"train/loss": 0.5, "eval/pass@1": 0.25, "eval/pass_1": 0.5})
             logger.log(2, {"train/loss": float("nan")})
             with urllib.request.urlopen(url, timeout=30) as answer:
                 text = answer.read().decode()
         [*families] = parser.text_string_to_metric_families(text)
         values = {family.name: family.samples[0].value for family in families}
         assert values.pop("grpo_train_loss") != 0.5
-        assert values == {"grpo_eval_pass_1": 0.25, "grpo_step": 2}
+        assert values == {"grpo_eval_pass_1": 0.25, "grpo_eval_pass_1_": 0.5, "grpo_step": 2}
         assert {metric.labels["run"] for family in families for metric in family.samples} == {
             "my run"
         }
@@ -305,6 +306,24 @@ def test_idle_connections_use_up_no_files_and_prometheus_still_reads(tmp_path: P
         assert [stranger.recv(1) for stranger in strangers[:84]] == [b""] * 84
 
 
+def test_a_request_in_drops_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setattr(extra, "_REQUEST_S", 0.5)
+    port = free_port()
+    settings = services(f"logging.prometheus.port={port}")
+    with (
+        MetricsLogger(tmp_path, tensorboard=False, services=settings, config={}),
+        socket.create_connection(("127.0.0.1", port), timeout=10) as stranger,
+    ):
+        start = time.monotonic()
+        with pytest.raises(OSError):
+            stranger.sendall(b"GET /metrics HTTP/1.0\r\n")
+            while time.monotonic() - start < 10:
+                stranger.sendall(b"x")
+                time.sleep(0.1)
+        assert time.monotonic() - start < 5
+
+
 def test_a_port_that_is_in_use_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
@@ -318,3 +337,24 @@ def test_prometheus_without_its_package_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(extra, "_is_installed", lambda package: False)
     with pytest.raises(ValueError, match=r"port=9100 .*prometheus_client.*port=null"):
         check_logging(tensorboard=False, services=services("logging.prometheus.port=9100"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_ends_tensorboard_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracebacks: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
+    board = trackers.TensorBoard(tmp_path, "{}")
+    board.log(0, {"train/loss": 0.5})
+    [file] = (tmp_path / "tensorboard").iterdir()
+    file.unlink()
+    file.symlink_to("/dev/full")
+    deadline = time.monotonic() + 60
+    while board._logger is not None and time.monotonic() < deadline:
+        for step in range(1000):
+            board.log(step, {"train/loss": 0.5})
+        time.sleep(0.1)
+    board.close()
+    assert board._logger is None
+    assert tracebacks == []

@@ -12,7 +12,7 @@ import shlex
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -496,10 +496,13 @@ def _mistyped(name: str, value: Any) -> str:
     )
 
 
-def starting(config: GRPOConfig) -> AbstractContextManager[None]:
-    """Return the context in which a script imports a run."""
+@contextmanager
+def starting(config: GRPOConfig) -> Iterator[None]:
+    """Context in which a script imports a run."""
     say("importing PyTorch, TorchRL and transformers")
-    return quick_imports(whole_torchrl=bool(config.env.transforms))
+    whole = bool(config.env.transforms)
+    with interrupts.expendable(), quick_imports(whole_torchrl=whole):
+        yield
 
 
 def _stalled() -> bool:

@@ -21,6 +21,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -59,13 +60,30 @@ def watched() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def expendable() -> Iterator[None]:
+    """Let a signal end this process at once within the context, because there is nothing to save
+    and an import may swallow an exception.
+    """
+    numbers = [number for number in _SIGNALS if signal.getsignal(number) == _handle]
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, _handle)
+
+
 class _Pipe(io.FileIO):
-    """A standard stream that accepts output even when its reader is gone, as after ``| head``."""
+    """A standard stream that accepts output even when its reader is gone, as after ``| head`` or a
+    terminal that was closed.
+    """
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
@@ -73,13 +91,17 @@ class _Pipe(io.FileIO):
 
 
 def ignore_broken_pipes() -> None:
-    """Keep this process alive when a standard stream is a pipe whose reader ends."""
+    """Keep this process alive when a standard stream is a pipe or terminal whose reader ends, or is
+    closed from the start (``>&-``).
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
         # Leave streams alone that a test or a notebook has replaced.
         if type(stream) is not io.TextIOWrapper:
             continue
-        if not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+        if not (stream.isatty() or stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)):
             continue
         stream.flush()
         wrapper = io.TextIOWrapper(

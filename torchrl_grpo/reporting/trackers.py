@@ -5,6 +5,7 @@ They show what the run's own files contain.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +43,9 @@ class TensorBoard(Tracker):
 
     def __init__(self, folder: Path, config: str) -> None:
         self._folder = folder
+        hook = self._hook = threading.excepthook
+        # A full disk ends TensorBoard's thread; ``log`` reports it without a traceback.
+        threading.excepthook = lambda e: (e.exc_value and is_full(e.exc_value)) or hook(e)
         self._logger: TensorboardLogger | None = TensorboardLogger(
             exp_name="tensorboard", log_dir=str(folder)
         )
@@ -72,6 +76,7 @@ class TensorBoard(Tracker):
     def close(self) -> None:
         if self._logger is not None:
             self._logger.experiment.close()
+        threading.excepthook = self._hook
 
 
 def check_logging(

@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import socket
-import stat
 import struct
 import sys
 import tempfile
@@ -605,11 +604,10 @@ def short_folder() -> IO[str]:
             suppress(OSError),
             open(path, "rb", opener=lambda path, _: os.open(path, flags)) as old,
         ):
-            status = os.fstat(old.fileno())
-            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-                fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if old.read() == _MARK.encode():
-                    shutil.rmtree(path.parent, ignore_errors=True)
+            fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_own = os.fstat(old.fileno()).st_uid == os.geteuid()
+            if is_own and old.read() == _MARK.encode():
+                shutil.rmtree(path.parent, ignore_errors=True)
     lock = (Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent)) / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     lock.write(_MARK)

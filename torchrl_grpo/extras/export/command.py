@@ -11,7 +11,6 @@ A run's folder means its newest complete checkpoint. The run's base model must b
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,10 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             trust_remote_code=options.trust_remote_code,
             hub_name=options.push or ".",
         )
-        address = "" if options.push is None else f"{upload(target, options.push)}\n"
+        address = "" if options.push is None else upload(target, options.push)
     except (ValueError, RunLostError) as error:
         parser.exit(2, f"error: {str(error).replace('train.resume=', '')}\n")
-    sys.stdout.write(f"{target}\n{address}")
+    print(target, *filter(None, [address]), sep="\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ The scripts write it by themselves when a multirun ends.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = write_sweep(options.folder)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
-    sys.stdout.write(f"{path}\n")
+    print(path)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ _COLUMNS = (
 _MAX_CONNECTIONS = 16
 """Maximum number of connections to the port that Prometheus reads; it uses one."""
 _REQUEST_S = 5.0
-"""Longest wait, in seconds, for the next part of a request to that port."""
+"""Longest time, in seconds, that such a connection is open."""
 
 
 class Wandb(Tracker):
@@ -210,8 +210,9 @@ class Trackio(Tracker):
 
 
 class _LimitedServer(ThreadingHTTPServer):
-    """Server with few connections, which others may open and leave idle: of too many the oldest is
-    closed, so that they use up neither the run's file descriptors nor its threads.
+    """Server with few connections, which others may open and leave idle or use slowly: each is
+    closed after a while, and of too many the oldest, so that they use up neither the run's file
+    descriptors nor its threads.
     """
 
     request_queue_size = 4 * _MAX_CONNECTIONS
@@ -219,25 +220,37 @@ class _LimitedServer(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], handler: Any) -> None:
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
-        self._open: list[Any] = []
+        self._open: dict[Any, threading.Timer] = {}
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer a connection in its own thread."""
-        self._open.append(request)
+        self._open[request] = timer = threading.Timer(_REQUEST_S, _end, (request,))
+        timer.daemon = True
+        timer.start()
         if len(self._open) > _MAX_CONNECTIONS:
-            with suppress(OSError):  # its thread may just have closed it
-                self._open.pop(0).shutdown(socket.SHUT_RDWR)
+            oldest = next(iter(self._open))
+            self._forget(oldest)
+            _end(oldest)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection."""
-        with suppress(ValueError):
-            self._open.remove(request)
+        self._forget(request)
         super().shutdown_request(request)
+
+    def _forget(self, request: Any) -> None:
+        timer = self._open.pop(request, None)
+        if timer is not None:
+            timer.cancel()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of a connection, such as a client that leaves before its answer."""
+
+
+def _end(connection: Any) -> None:
+    with suppress(OSError):  # its thread may just have closed it
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class Prometheus(Tracker):
@@ -257,7 +270,6 @@ class Prometheus(Tracker):
         registry = CollectorRegistry()
         registry.register(self)
         handler: Any = MetricsHandler.factory(registry)
-        handler.timeout = _REQUEST_S
         port, host = settings["port"], settings["host"]
         try:
             self._server = _LimitedServer((host, port), handler)
@@ -276,8 +288,12 @@ class Prometheus(Tracker):
         """Yield the metrics, in the server's threads."""
         from prometheus_client.core import GaugeMetricFamily
 
+        taken: set[str] = set()
         for name, value in self._latest.items():
             allowed = re.sub(r"\W", "_", name)
+            while allowed in taken:  # pass@1 and pass_1
+                allowed += "_"
+            taken.add(allowed)
             metric = GaugeMetricFamily(f"grpo_{allowed}", name, labels=["run"])
             metric.add_metric([self._run], value)
             yield metric

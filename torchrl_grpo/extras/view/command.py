@@ -11,7 +11,6 @@ until Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,8 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             problem = f"it has no {METRICS_FILE}" if run.is_dir() else "there is no such folder"
             parser.error(f"RUN={run} must be a run's folder, but {problem}: use outputs/DATE/TIME.")
     listening, token, address = listen()
-    sys.stdout.write(f"Run dashboard: {address}\nPress Ctrl-C to stop.\n")
-    sys.stdout.flush()
+    print(f"Run dashboard: {address}\nPress Ctrl-C to stop.", flush=True)
     serve(options.runs, listening, token)
 
 

@@ -254,7 +254,7 @@ def test_attention_is_named_as_it_was_asked_for() -> None:
 
 
 def test_hydras_options_are_parsed_beside_overrides() -> None:
-    parsed = options_parser().parse_args(["--cfg", "job", "seed=1"])
+    parsed = options_parser(pytest.fail).parse_args(["--cfg", "job", "seed=1"])
     assert (parsed.cfg, parsed.overrides) == ("job", ["seed=1"])
 
 

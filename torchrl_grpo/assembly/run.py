@@ -101,7 +101,8 @@ class Run:
         path = checkpointer.latest() or (None if resume is None else resume.path)
         if path is None:
             return ""
-        return f" Resume with:\n{load_extra('resume_command')(path, self.directory)}"
+        command = load_extra("resume_command")(path, self.directory)
+        return f" Resume with:\n{command}"
 
     def writes(self) -> Writes:
         """Return the checkpoints and models that the run has yet to write."""

@@ -10,17 +10,16 @@ from typing import Any, NoReturn
 from hydra._internal.utils import get_args_parser
 
 
-def options_parser(refuse: Callable[[str], NoReturn] | None = None) -> ArgumentParser:
-    """Return the parser of Hydra's own command line options.
+def options_parser(refuse: Callable[[str], NoReturn]) -> ArgumentParser:
+    """Return the parser of Hydra's own command line options, with our version.
 
     Args:
-        refuse: called with what is wrong; by default the parser prints it and exits.
+        refuse: called with what is wrong, where the parser would print its usage and exit.
     """
-    parser = get_args_parser()
-    if refuse is not None:
-        parser.error = refuse  # type: ignore[method-assign, assignment]
-        show: Any = parser._option_string_actions["--version"]
-        show.version = f"torchrl_grpo {version('torchrl_grpo')} ({show.version})"
+    parser: Any = get_args_parser()
+    parser.error = refuse
+    option = parser._option_string_actions["--version"]
+    option.version = f"torchrl_grpo {version('torchrl_grpo')} ({option.version})"
     return parser
 
 

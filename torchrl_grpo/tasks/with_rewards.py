@@ -138,8 +138,7 @@ class Rewards:
         """Return the scores of dialogs in order, or the errors; asynchronous functions run for all
         dialogs at once.
         """
-        starting = (self.start(dialog, timeout_s) for dialog in dialogs)
-        futures = [*scoring(starting, len(dialogs))]
+        futures = [*scoring((self.start(each, timeout_s) for each in dialogs), len(dialogs))]
         return [
             error if isinstance(error := f.exception(), Exception) else f.result() for f in futures
         ]

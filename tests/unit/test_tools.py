@@ -266,3 +266,10 @@ def test_a_function_without_hints_or_docstring_is_refused() -> None:
         Toolbox([bare])
     with pytest.raises(ValueError, match=r"different names, got \['add', 'add'\]"):
         Toolbox([add, add])
+
+
+def test_a_turn_has_a_limited_number_of_calls() -> None:
+    toolbox = Toolbox([])
+    calls = toolbox.calls(100 * '<tool_call>{"name": "add", "arguments": {}}</tool_call>')
+    assert [bool(call.error) for call in calls] == 16 * [False] + [True]
+    assert "16" in calls[-1].error

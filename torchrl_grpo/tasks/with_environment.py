@@ -350,7 +350,7 @@ class WithEnvironment(WrappedTask):
         self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None
     ) -> Turn:
         toolbox = kind.tools_of(instance.environment)
-        calls = list(toolbox.calls(dialog.speech))
+        calls = toolbox.calls(dialog.speech)
         start = time.perf_counter()
         if not calls:
             return Turn(None, None)

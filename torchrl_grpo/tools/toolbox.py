@@ -16,6 +16,7 @@ from torchrl_grpo.host.event_loop import wait_for_result
 from torchrl_grpo.images import message_content
 
 _MAX_RESULT_CHARACTERS = 8192
+_MAX_CALLS = 16
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
 _MISTRAL = "[TOOL_CALLS]"
 _SPECIAL = re.compile(r"<\|[a-z_]+\|>|</s>")
@@ -165,7 +166,15 @@ class Toolbox:
                 "env.tools must have different names, got "
                 f"{[function.__name__ for function in functions]}: rename one."
             )
-        self.calls = parser
+        self._parser = parser
+
+    def calls(self, text: str) -> list[ToolCall]:
+        """Return the calls in the policy's text; one error stands for those beyond a limit."""
+        calls = list(self._parser(text))
+        if len(calls) > _MAX_CALLS:
+            error = f"a turn may have {_MAX_CALLS} calls, so the others were not run"
+            calls[_MAX_CALLS:] = [ToolCall("", None, error)]
+        return calls
 
     def with_functions(self, functions: Mapping[str, Callable[..., Any]]) -> Toolbox:
         """Return the same tools with other functions by name, such as an object's methods."""

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from torchrl_grpo.config import GRPOConfig, rules
+from torchrl_grpo.config import GRPOConfig, data, devices, rules
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 HEAD = """# The config's keys
@@ -93,8 +93,8 @@ def _rules() -> Iterator[str]:
     """Yield a row for all rules that differ only in their key."""
     tables = (
         ("", (*rules.RULES, *rules.ONE_PROCESS_RULES, *rules.UNREAD_RULES)),
-        ("env.", rules.DATA_RULES),
-        ("ROLE.", (*rules.DEVICE_RULES, *rules.SERVER_RULES)),
+        ("env.", data.DATA_RULES),
+        ("ROLE.", (*devices.DEVICE_RULES, *devices.SERVER_RULES)),
     )
     keys: dict[str, list[str]] = {}
     for prefix, table in tables:

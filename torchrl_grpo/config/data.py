@@ -1,11 +1,14 @@
-"""Settings of a data set: those of ``env`` itself, and of each entry of ``env.datasets``."""
+"""A data set: the settings of ``env`` itself, and of each entry of ``env.datasets``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrl_grpo.config.fields import limited
+from torchrl_grpo import checks
+from torchrl_grpo.config.fields import leaves, limited
+from torchrl_grpo.config.rule import Rule, arguments, exclusive, is_set
 
 
 @dataclass
@@ -85,3 +88,72 @@ class DatasetConfig(DataConfig):
     """Its share of the training problems is this over the sum of all weights."""
     name: str | None = None
     """Name of its metrics; by default the name of the file, of the folder, or of the data set."""
+
+
+def _reads(dataset: str, key: str) -> bool:
+    """Return whether a data set uses a key of ``DataConfig``."""
+    if key in ("dataset", "reward"):
+        return True
+    if dataset.startswith(checks.REASONING_GYM):
+        return key in ("dataset_options", "max_samples", "prompt_template", "system_prompt")
+    if key == "columns.images":
+        return dataset not in (*checks.GENERATED, *checks.PRESETS)
+    if key in ("difficulty", "dataset_options"):
+        return key == "difficulty" and dataset in checks.GENERATED
+    return dataset in checks.PRESETS if key == "dataset_path" else dataset not in checks.GENERATED
+
+
+def unread(data: DataConfig, reads: Callable[[str], bool]) -> str | None:
+    """Return the first key of a data set that is set but never read."""
+    names = (name for name, _, _ in leaves(DataConfig()))
+    return next((name for name in names if is_set(data, name) and not reads(name)), None)
+
+
+def _unread_by_dataset(data: DataConfig) -> dict[str, str] | None:
+    key = unread(data, lambda name: _reads(str(data.dataset), name))
+    if key is None:
+        return None
+    examples = ("arithmetic", "gsm8k", "reasoning_gym:chain_sum")
+    return {"key": key, "reader": next(name for name in examples if _reads(name, key))}
+
+
+DATA_RULES = (
+    Rule(
+        "dataset",
+        "must be a data set",
+        "use {at}dataset=arithmetic, a file, a folder or a name on the Hugging Face hub",
+        lambda data: not data.dataset,
+    ),
+    arguments("dataset_options", "max_terms: 3"),
+    Rule(
+        "KEY",
+        "must be left out with {dataset=}, which does not read it",
+        "to use it, set {at}dataset={reader}, for example",
+        _unread_by_dataset,
+    ),
+    *(
+        Rule(
+            key,
+            "must be left out with {dataset_path=}",
+            "it is for data on the hub",
+            "dataset_path",
+        )
+        for key in ("dataset_config", "revision")
+    ),
+    *(
+        Rule(
+            "columns.messages",
+            "is prompt and completion in one",
+            "leave {at}columns.prompt and completion out",
+            key,
+        )
+        for key in ("columns.prompt", "columns.completion")
+    ),
+    exclusive("test_split", "test_fraction"),
+)
+"""Rules of a data set: ``env`` itself, or an entry of ``env.datasets``."""
+TEST_RULES = (
+    *DATA_RULES,
+    Rule("weight", "must be left out", "weights are for env.datasets"),
+)
+"""Rules of an entry of ``evaluation.datasets``."""

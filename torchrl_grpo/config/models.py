@@ -7,6 +7,7 @@ from typing import Any
 
 from torchrl_grpo import checks
 from torchrl_grpo.checks import MIN_TEMPERATURE
+from torchrl_grpo.config.devices import DevicesConfig
 from torchrl_grpo.config.fields import choice, limited
 from torchrl_grpo.generation.engines import ENGINES
 
@@ -57,19 +58,6 @@ class LoraConfig:
         names = self.target_modules
         targets = names[0] if names == ["all-linear"] else names
         return {"r": self.r, "alpha": self.alpha, "target_modules": targets}
-
-
-@dataclass
-class DevicesConfig:
-    """Devices of a role."""
-
-    num_devices: Any = None
-    """Number of devices, at least 1, or all that the other roles leave (all); by default chosen
-    automatically. If training and other roles both have all, they take turns on the same devices.
-    """
-    devices: list[int] | None = None
-    """Accelerators by index, instead of num_devices. Roles that share those of training take turns.
-    """
 
 
 @dataclass

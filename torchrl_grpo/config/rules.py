@@ -8,13 +8,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from torchrl_grpo import checks
 from torchrl_grpo.checks import (
@@ -32,9 +30,11 @@ from torchrl_grpo.checks import (
     check_score_centering,
     check_top_entropy,
 )
-from torchrl_grpo.config.data import DataConfig
+from torchrl_grpo.config.data import DATA_RULES, TEST_RULES, unread
+from torchrl_grpo.config.devices import DEVICE_RULES, SERVER_RULES
 from torchrl_grpo.config.fields import leaves, written
 from torchrl_grpo.config.models import OWN_MODEL
+from torchrl_grpo.config.rule import Rule, arguments, exclusive, is_set, read_with
 from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
 from torchrl_grpo.config.security import check_no_secrets
 from torchrl_grpo.errors import ConfigError
@@ -52,57 +52,6 @@ _COMPARISONS = {
     "le": (lambda value, limit: value <= limit, "at most"),
     "lt": (lambda value, limit: value < limit, "below"),
 }
-_DATA_KEYS = [name for name, _, _ in leaves(DataConfig())]
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """A rule that a node of the config must fulfill. Its error is ``KEY=VALUE WHY: FIX.``
-
-    In ``why`` and ``fix``, ``{repeats}`` is the value of the node's key ``repeats``, ``{repeats=}``
-    the key and its value, and ``{at}`` the prefix of the node's keys.
-
-    Attributes:
-        key: the key at fault.
-        why: the rule.
-        fix: what to change.
-        broken: None if the key must not be set; another key if both must not be set; or a function
-            that returns whether a node breaks the rule. It may return a dictionary with values of
-            further placeholders; its ``key`` replaces the key at fault.
-        bad: returns whether a value of the key breaks the rule; by default any value that is not
-            the default does.
-    """
-
-    key: str
-    why: str
-    fix: str
-    broken: str | Callable[[Any], Any] | None = None
-    bad: Callable[[Any], Any] | None = None
-
-    def check(self, node: Any, prefix: str = "", **values: Any) -> None:
-        """Check a node whose keys begin with ``prefix``; ``values`` fill in placeholders.
-
-        Raises:
-            ConfigError: it breaks the rule.
-        """
-        if callable(self.broken):
-            broken = self.broken(node)
-        else:
-            bad = self.bad(attrgetter(self.key)(node)) if self.bad else _is_set(node, self.key)
-            broken = (self.broken is None or _is_set(node, self.broken)) and bad
-        if not broken:
-            return
-        values |= {"at": prefix, "key": self.key}
-        if isinstance(broken, dict):
-            values |= broken
-
-        def replacement(match: re.Match[str]) -> str:
-            name, equals = match.groups()
-            value = written(values[name] if name in values else attrgetter(name)(node))
-            return f"{prefix}{name}={value}" if equals else value
-
-        text = f"{{{values['key']}=}} {self.why}: {self.fix}."
-        raise ConfigError(re.sub(r"\{([^{} :=]+)(=?)\}", replacement, text))
 
 
 def validate(config: GRPOConfig) -> None:
@@ -140,12 +89,6 @@ def _check_servers(config: GRPOConfig) -> None:
             rule.check(engine, "inference_model.", switch=switch)
         if teacher.address:
             rule.check(teacher, "teacher.", switch="teacher.address")
-
-
-def _is_set(node: Any, key: str) -> bool:
-    """Return whether a key of a node has another value than its default."""
-    get = attrgetter(key)
-    return bool(get(node) != get(type(node)()))
 
 
 def check_values(config: GRPOConfig) -> None:
@@ -317,33 +260,6 @@ def _task_kind(env: EnvConfig) -> str:
     return "environment" if env.environment is not None and env.dataset is None else "dataset"
 
 
-def _reads(dataset: str, key: str) -> bool:
-    """Return whether a data set uses a key of ``DataConfig``."""
-    if key in ("dataset", "reward"):
-        return True
-    if dataset.startswith(checks.REASONING_GYM):
-        return key in ("dataset_options", "max_samples", "prompt_template", "system_prompt")
-    if key == "columns.images":
-        return dataset not in (*checks.GENERATED, *checks.PRESETS)
-    if key in ("difficulty", "dataset_options"):
-        return key == "difficulty" and dataset in checks.GENERATED
-    return dataset in checks.PRESETS if key == "dataset_path" else dataset not in checks.GENERATED
-
-
-def _unread(data: DataConfig, reads: Callable[[str], bool]) -> str | None:
-    """Return the first key of a data set that is set but never read."""
-    names = (name for name, _, _ in leaves(DataConfig()))
-    return next((name for name in names if _is_set(data, name) and not reads(name)), None)
-
-
-def _unread_by_dataset(data: DataConfig) -> dict[str, str] | None:
-    key = _unread(data, lambda name: _reads(str(data.dataset), name))
-    if key is None:
-        return None
-    examples = ("arithmetic", "gsm8k", "reasoning_gym:chain_sum")
-    return {"key": key, "reader": next(name for name in examples if _reads(name, key))}
-
-
 def _unread_in_env(kind: str, switch: str, fix: str, names: Container[str]) -> Rule:
     """Return the rule that refuses data set keys in ``env`` when the problems come from ``kind``,
     which reads only the keys in ``names``.
@@ -352,7 +268,7 @@ def _unread_in_env(kind: str, switch: str, fix: str, names: Container[str]) -> R
     def broken(config: GRPOConfig) -> dict[str, str] | None:
         if _task_kind(config.env) != kind:
             return None
-        name = _unread(config.env, lambda name: name in names)
+        name = unread(config.env, lambda name: name in names)
         return None if name is None else {"key": f"env.{name}", "name": name}
 
     return Rule("env.KEY", f"must be left out with {switch}", fix, broken)
@@ -407,14 +323,6 @@ def _loses_small_steps(config: GRPOConfig) -> bool:
     return dtype != "float32" and not (config.train_model.lora.enabled or rounds_at_random)
 
 
-def _is_server(address: str) -> bool:
-    try:
-        urlsplit(address).port  # noqa: B018
-    except ValueError:  # no number from 0 to 65535, or half of an IPv6 address
-        return False
-    return re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", address) is not None
-
-
 def _are_names(environment: Any) -> bool:
     names = list(environment.values()) if isinstance(environment, dict) else [environment]
     return bool(names) and all(isinstance(name, str) for name in names)
@@ -423,19 +331,6 @@ def _are_names(environment: Any) -> bool:
 def _is_range(low: float = 1, high: float = 0, *more: float) -> bool:
     """Return whether numbers are a range within [0, 1]."""
     return 0 <= low < high <= 1 and not more
-
-
-def _arguments(key: str, example: str) -> Rule:
-    return Rule(
-        key,
-        "must be arguments by name",
-        f"for example, '{{at}}{key}={{{example}}}'",
-        bad=lambda value: not isinstance(value, dict | None),
-    )
-
-
-def _exclusive(key: str, other: str) -> Rule:
-    return Rule(key, f"and {{at}}{other} exclude each other", "use one of them alone", other)
 
 
 def _needs_turns(key: str) -> Rule:
@@ -455,11 +350,11 @@ def _no_transfer_of_engine(config: GRPOConfig) -> dict[str, str] | None:
 
 
 def _lacks_top_k(key: str, config: GRPOConfig) -> bool:
-    return _is_set(config, key) and not config.inference_model.top_k
+    return is_set(config, key) and not config.inference_model.top_k
 
 
 def _needs_own_model(key: str, config: GRPOConfig) -> bool:
-    return _is_set(config, key) and config.teacher.model != OWN_MODEL
+    return is_set(config, key) and config.teacher.model != OWN_MODEL
 
 
 def _bad_teachers(config: GRPOConfig) -> bool:
@@ -473,11 +368,11 @@ def _bad_teachers(config: GRPOConfig) -> bool:
 
 
 def _lacks_teacher(key: str, config: GRPOConfig) -> bool:
-    return _is_set(config, key) and not config.needs_teacher
+    return is_set(config, key) and not config.needs_teacher
 
 
 def _lacks_entropy_target(key: str, config: GRPOConfig) -> bool:
-    return config.policy.entropy_target is None and _is_set(config, key)
+    return config.policy.entropy_target is None and is_set(config, key)
 
 
 def _engine_option(name: str, only: Any, capability: str) -> Rule:
@@ -504,158 +399,6 @@ def _exact(key: str, only: Any, broken: Callable[[GRPOConfig], Any] | None = Non
     )
 
 
-def _read_with(key: str, switch: str, values: Container[Any], example: str) -> Rule:
-    """Return the rule for a key that is read only with some values of another key."""
-    is_read = _READ_ANYWAY.get(key, lambda c: False)
-    return Rule(
-        key,
-        f"must be left out with {{{switch}=}}, which makes it unused",
-        f"to use it, set {switch}={example}",
-        lambda c: attrgetter(switch)(c) not in values and _is_set(c, key) and not is_read(c),
-    )
-
-
-_READ_ANYWAY: dict[str, Callable[[GRPOConfig], Any]] = {
-    "policy.gae_gamma": lambda c: c.advantage_level == "turn",
-    "env.columns.completion": lambda c: c.needs_demonstrations or c.teacher.prompt,
-    # These run in a reward worker, even if env.reward_workers=0.
-    "env.reward_timeout_s": lambda c: c.env.tools or c.env.environment or c.env.player,
-}
-"""When keys are read despite ``_READ_WITH``."""
-
-_READ_WITH: tuple[tuple[str, Container[Any], str, tuple[str, ...]], ...] = (
-    ("policy.advantage_level", ("token",), "token", ("policy.gae_gamma", "policy.gae_lambda")),
-    (
-        "policy.behaviour_weight",
-        ("truncate", "mask"),
-        "mask",
-        ("policy.behaviour_cap", "policy.behaviour_floor", "policy.behaviour_level"),
-    ),
-    ("policy.dynamic_sampling", (True,), "true", ("policy.max_sampling_rounds",)),
-    ("policy.demonstrations", (True,), "true", ("env.columns.completion",)),
-    ("env.sampling", ("pass_rate",), "pass_rate", ("env.sampling_target", "env.sampling_floor")),
-    ("policy.teacher_divergence", ("jsd",), "jsd", ("policy.teacher_beta",)),
-    (
-        "policy.teacher_divergence",
-        ("reverse", "forward", "jsd"),
-        "reverse",
-        ("policy.teacher_top_k",),
-    ),
-    ("policy.aggregation", ("constant",), "constant", ("policy.constant_length",)),
-    (
-        "evaluation.k",
-        range(2, 2**31),
-        "8",
-        ("evaluation.temperature", "evaluation.top_p", "evaluation.top_k", "evaluation.min_p"),
-    ),
-    ("evaluation.num_prompts", range(1, 2**31), "200", ("evaluation.datasets",)),
-    ("env.reward_workers", range(1, 2**31), "2", ("env.reward_timeout_s",)),
-    (
-        "train_model.lora.enabled",
-        (True,),
-        "true",
-        ("train_model.lora.r", "train_model.lora.alpha", "train_model.lora.target_modules"),
-    ),
-)
-"""Keys that are read only with some values of another key: that key, those values, one of them,
-and the keys.
-"""
-
-DATA_RULES = (
-    Rule(
-        "dataset",
-        "must be a data set",
-        "use {at}dataset=arithmetic, a file, a folder or a name on the Hugging Face hub",
-        lambda data: not data.dataset,
-    ),
-    _arguments("dataset_options", "max_terms: 3"),
-    Rule(
-        "KEY",
-        "must be left out with {dataset=}, which does not read it",
-        "to use it, set {at}dataset={reader}, for example",
-        _unread_by_dataset,
-    ),
-    *(
-        Rule(
-            key,
-            "must be left out with {dataset_path=}",
-            "it is for data on the hub",
-            "dataset_path",
-        )
-        for key in ("dataset_config", "revision")
-    ),
-    *(
-        Rule(
-            "columns.messages",
-            "is prompt and completion in one",
-            "leave {at}columns.prompt and completion out",
-            key,
-        )
-        for key in ("columns.prompt", "columns.completion")
-    ),
-    _exclusive("test_split", "test_fraction"),
-)
-"""Rules of a data set: ``env`` itself, or an entry of ``env.datasets``."""
-
-TEST_RULES = (
-    *DATA_RULES,
-    Rule("weight", "must be left out", "weights are for env.datasets"),
-)
-"""Rules of an entry of ``evaluation.datasets``."""
-
-DEVICE_RULES = (
-    Rule(
-        "num_devices",
-        "must be a whole number of at least 1, or all",
-        "for example, {at}num_devices=2",
-        bad=lambda number: (
-            number not in (None, "all") and not (type(number) is int and number >= 1)
-        ),
-    ),
-    Rule(
-        "num_devices",
-        "and {devices=} exclude each other",
-        "give the number alone, to have the devices chosen, or give the devices alone",
-        "devices",
-    ),
-    Rule(
-        "devices",
-        "must be different indices of accelerators, from 0",
-        "for example, [0]",
-        bad=lambda devices: (
-            devices is not None
-            and (not devices or min(devices) < 0 or len(set(devices)) < len(devices))
-        ),
-    ),
-)
-"""Rules of each role's devices."""
-
-_SERVER = "use {at}address=[http://localhost:8000], for example"
-SERVER_RULES = (
-    Rule("address", "must have an address with {switch}", _SERVER, bad=lambda urls: not urls),
-    Rule(
-        "address",
-        "must have URLs of servers",
-        _SERVER,
-        bad=lambda urls: not all(map(_is_server, urls)),
-    ),
-    Rule(
-        "address",
-        "must name each server only once",
-        "leave out the duplicates",
-        bad=lambda urls: len({url.rstrip("/") for url in urls}) < len(urls),
-    ),
-    *(
-        Rule(
-            key,
-            "must be left out with {switch}, whose devices are the servers'",
-            "give more addresses",
-        )
-        for key in ("num_devices", "devices")
-    ),
-)
-"""Rules of a role that runs on servers."""
-
 _WITH_SFT = "must be left out with policy.demonstrations=true (algo=sft)"
 _ASYNC = "leave it out, or use sota/grpo/grpo-async.py"
 ONE_PROCESS_RULES = (
@@ -673,7 +416,7 @@ ONE_PROCESS_RULES = (
 """Rules of a run in one process."""
 
 RULES = (
-    _arguments("env.chat_template_kwargs", "enable_thinking: false"),
+    arguments("env.chat_template_kwargs", "enable_thinking: false"),
     Rule(
         "env.task",
         "must be verifiers:NAME or a node with _target_",
@@ -690,12 +433,12 @@ RULES = (
         "for example, env.task._target_=my_tasks.MyTask",
         lambda c: isinstance(c.env.task, dict) and len(c.env.task) > 1 and c.env.own_task is None,
     ),
-    _exclusive("env.task", "env.datasets"),
+    exclusive("env.task", "env.datasets"),
     Rule(
         "env.environments_at_a_time",
         "needs env.environment",
         "leave it out",
-        lambda c: c.env.environment is None and _is_set(c, "env.environments_at_a_time"),
+        lambda c: c.env.environment is None and is_set(c, "env.environments_at_a_time"),
     ),
     Rule(
         "env.environment",
@@ -712,7 +455,7 @@ RULES = (
         ),
     ),
     *(
-        _exclusive(key, "env.environment")
+        exclusive(key, "env.environment")
         for key in ("env.task", "env.agent", "env.retry_prompt", "env.transforms")
     ),
     Rule(
@@ -721,7 +464,7 @@ RULES = (
         "use env.reward",
         _unread_reward,
     ),
-    _arguments("env.dataset_options", "max_terms: 3"),
+    arguments("env.dataset_options", "max_terms: 3"),
     _unread_in_env(
         "environment",
         "env.environment and no env.dataset, because nothing reads it",
@@ -798,8 +541,8 @@ RULES = (
         "for example, [0.05,0.95]",
         bad=lambda bounds: bounds is not None and not _is_range(*bounds),
     ),
-    _exclusive("env.difficulty_filter", "env.curriculum"),
-    _exclusive("train.total_steps", "train.total_epochs"),
+    exclusive("env.difficulty_filter", "env.curriculum"),
+    exclusive("train.total_steps", "train.total_epochs"),
     Rule(
         "train.total_dialog_turns",
         "only evaluates, which needs evaluation.num_prompts above 0",
@@ -1082,7 +825,7 @@ RULES = (
         "teacher.decay",
         "needs teacher.weights=ema, but {teacher.weights=}",
         "use teacher.weights=ema",
-        lambda c: _is_set(c, "teacher.decay") and c.teacher.weights != "ema",
+        lambda c: is_set(c, "teacher.decay") and c.teacher.weights != "ema",
     ),
     *(
         Rule(
@@ -1153,14 +896,14 @@ RULES = (
         "for example, inference_model.stop=['</answer>']",
         bad=_bad_stop,
     ),
-    _arguments("inference_model.engine_kwargs", "max_num_seqs: 512"),
+    arguments("inference_model.engine_kwargs", "max_num_seqs: 512"),
     Rule(
         "inference_model.engine_kwargs.pipeline_parallel_size",
         "must be a whole number of at least 1",
         "for example, 2",
         _bad_stages,
     ),
-    _arguments("train_model.model_kwargs", "experts_implementation: grouped_mm"),
+    arguments("train_model.model_kwargs", "experts_implementation: grouped_mm"),
     _engine_option("in_flight", "wait", "updates_in_flight"),
     _engine_option("tensor_parallel_size", 1, "tensor_parallel"),
     _engine_option("stop", [], "stop_strings"),
@@ -1236,10 +979,66 @@ UNREAD_RULES = (
     _exact("train_model.num_devices", 1, lambda c: c.train_model.num_devices not in (None, 1)),
     _exact("train_model.devices", [0], lambda c: len(c.train_model.devices or ()) > 1),
     _exact("train_model.tensor_parallel_size", 1),
-    *(
-        _read_with(key, switch, values, example)
-        for switch, values, example, keys in _READ_WITH
-        for key in keys
+    *read_with(
+        "policy.advantage_level",
+        ("token",),
+        "token",
+        "policy.gae_gamma",
+        unless=lambda c: c.advantage_level == "turn",
+    ),
+    *read_with("policy.advantage_level", ("token",), "token", "policy.gae_lambda"),
+    *read_with(
+        "policy.behaviour_weight",
+        ("truncate", "mask"),
+        "mask",
+        "policy.behaviour_cap",
+        "policy.behaviour_floor",
+        "policy.behaviour_level",
+    ),
+    *read_with("policy.dynamic_sampling", (True,), "true", "policy.max_sampling_rounds"),
+    *read_with(
+        "policy.demonstrations",
+        (True,),
+        "true",
+        "env.columns.completion",
+        unless=lambda c: c.needs_demonstrations or c.teacher.prompt,
+    ),
+    *read_with(
+        "env.sampling", ("pass_rate",), "pass_rate", "env.sampling_target", "env.sampling_floor"
+    ),
+    *read_with("policy.teacher_divergence", ("jsd",), "jsd", "policy.teacher_beta"),
+    *read_with(
+        "policy.teacher_divergence",
+        ("reverse", "forward", "jsd"),
+        "reverse",
+        "policy.teacher_top_k",
+    ),
+    *read_with("policy.aggregation", ("constant",), "constant", "policy.constant_length"),
+    *read_with(
+        "evaluation.k",
+        range(2, 2**31),
+        "8",
+        "evaluation.temperature",
+        "evaluation.top_p",
+        "evaluation.top_k",
+        "evaluation.min_p",
+    ),
+    *read_with("evaluation.num_prompts", range(1, 2**31), "200", "evaluation.datasets"),
+    # Tools, environments and agents run in a reward worker, even if env.reward_workers=0.
+    *read_with(
+        "env.reward_workers",
+        range(1, 2**31),
+        "2",
+        "env.reward_timeout_s",
+        unless=lambda c: c.env.tools or c.env.environment or c.env.player,
+    ),
+    *read_with(
+        "train_model.lora.enabled",
+        (True,),
+        "true",
+        "train_model.lora.r",
+        "train_model.lora.alpha",
+        "train_model.lora.target_modules",
     ),
 )
 """Rules that are checked last: those of ``inference_model.exact``, and of keys that are never read.

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.support import games, trl_environments
 from tests.support.envs import END, column, respond
 from torchrl_grpo.assembly.tasks import make_task
-from torchrl_grpo.config.schema import EnvConfig
+from torchrl_grpo.config.env import EnvConfig
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance

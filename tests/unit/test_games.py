@@ -14,7 +14,7 @@ from tests.support.configs import ROOT
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.collectors import RolloutCollector
-from torchrl_grpo.config.schema import EnvConfig
+from torchrl_grpo.config.env import EnvConfig
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy

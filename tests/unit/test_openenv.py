@@ -15,7 +15,7 @@ import pytest
 from tests.support.configs import ROOT
 from tests.support.pictures import picture
 from torchrl_grpo.assembly.tasks import make_task
-from torchrl_grpo.config.schema import EnvConfig
+from torchrl_grpo.config.env import EnvConfig
 from torchrl_grpo.integrations.openenv import _observation_content
 from torchrl_grpo.tasks.base import Dialog, Score, Turn
 

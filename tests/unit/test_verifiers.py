@@ -19,7 +19,7 @@ from tests.support.agents import own_score, played
 from tests.support.configs import ROOT
 from tests.support.scripts import SMALL, SYNC, rows_of
 from torchrl_grpo.assembly.tasks import make_task
-from torchrl_grpo.config.schema import EnvConfig
+from torchrl_grpo.config.env import EnvConfig
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.integrations import verifiers as ours
 from torchrl_grpo.tasks.base import Problem, Task, Turn

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchrl_grpo import checks
 from torchrl_grpo.assembly.components import make_component
 from torchrl_grpo.config.data import DataConfig, DatasetConfig
-from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
+from torchrl_grpo.config.env import EnvConfig
+from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.startup import say

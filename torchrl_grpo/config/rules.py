@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -30,12 +30,14 @@ from torchrl_grpo.checks import (
     check_score_centering,
     check_top_entropy,
 )
-from torchrl_grpo.config.data import DATA_RULES, TEST_RULES, unread
+from torchrl_grpo.config import env as env_node
+from torchrl_grpo.config.data import DATA_RULES, TEST_RULES
 from torchrl_grpo.config.devices import DEVICE_RULES, SERVER_RULES
+from torchrl_grpo.config.env import task_kind
 from torchrl_grpo.config.fields import leaves, written
 from torchrl_grpo.config.models import OWN_MODEL
 from torchrl_grpo.config.rule import Rule, arguments, exclusive, is_set, read_with
-from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
+from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.config.security import check_no_secrets
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.engines import ENGINES, engines_with
@@ -152,7 +154,7 @@ def _entries(config: GRPOConfig) -> Iterator[tuple[str, Any]]:
 
 def _data_nodes(config: GRPOConfig) -> Iterator[tuple[str, Any]]:
     """Yield the nodes that describe a data set, with their names."""
-    if _task_kind(config.env) == "dataset":
+    if task_kind(config.env) == "dataset":
         yield "env", config.env
     yield from _entries(config)
 
@@ -251,37 +253,6 @@ def _check_shared(config: GRPOConfig) -> None:
     check_group_size(env.repeats, mean, policy.advantage_std, "env.repeats")
 
 
-def _task_kind(env: EnvConfig) -> str:
-    """Return the source of the training problems, on which the meaning of ``env.*`` depends."""
-    if env.own_task is not None:
-        return "verifiers" if isinstance(env.task, str) else "task"
-    if env.datasets is not None:
-        return "datasets"
-    return "environment" if env.environment is not None and env.dataset is None else "dataset"
-
-
-def _unread_in_env(kind: str, switch: str, fix: str, names: Container[str]) -> Rule:
-    """Return the rule that refuses data set keys in ``env`` when the problems come from ``kind``,
-    which reads only the keys in ``names``.
-    """
-
-    def broken(config: GRPOConfig) -> dict[str, str] | None:
-        if _task_kind(config.env) != kind:
-            return None
-        name = unread(config.env, lambda name: name in names)
-        return None if name is None else {"key": f"env.{name}", "name": name}
-
-    return Rule("env.KEY", f"must be left out with {switch}", fix, broken)
-
-
-def _unread_reward(config: GRPOConfig) -> dict[str, Any] | None:
-    for index, entry in enumerate(config.env.datasets or []):
-        if config.env.environment is not None and entry.reward is not None:
-            key = f"env.datasets[{index}].reward"
-            return {"key": key, key: entry.reward}
-    return None
-
-
 def _nearest_divisors(config: GRPOConfig) -> dict[str, Any] | None:
     batch, step = config.dialog_turns_per_batch, config.optim_batch_size
     if batch % step == 0:
@@ -321,25 +292,6 @@ def _loses_small_steps(config: GRPOConfig) -> bool:
     dtype = config.train_model.dtype
     rounds_at_random = dtype == "bfloat16" and config.optimizer.name == "adamw_8bit"
     return dtype != "float32" and not (config.train_model.lora.enabled or rounds_at_random)
-
-
-def _are_names(environment: Any) -> bool:
-    names = list(environment.values()) if isinstance(environment, dict) else [environment]
-    return bool(names) and all(isinstance(name, str) for name in names)
-
-
-def _is_range(low: float = 1, high: float = 0, *more: float) -> bool:
-    """Return whether numbers are a range within [0, 1]."""
-    return 0 <= low < high <= 1 and not more
-
-
-def _needs_turns(key: str) -> Rule:
-    return Rule(
-        key,
-        "must have env.max_turns of at least 2, but it is {env.max_turns}",
-        "use env.max_turns=2",
-        lambda c: attrgetter(key)(c) and c.env.max_turns < 2,
-    )
 
 
 def _no_transfer_of_engine(config: GRPOConfig) -> dict[str, str] | None:
@@ -416,111 +368,7 @@ ONE_PROCESS_RULES = (
 """Rules of a run in one process."""
 
 RULES = (
-    arguments("env.chat_template_kwargs", "enable_thinking: false"),
-    Rule(
-        "env.task",
-        "must be verifiers:NAME or a node with _target_",
-        "use env.task._target_={target}",
-        lambda c: (
-            not isinstance(c.env.task, dict)
-            and not str(c.env.task).startswith(checks.VERIFIERS)
-            and {"target": c.env.task or "my_tasks.MyTask"}
-        ),
-    ),
-    Rule(
-        "env.task",
-        "must have _target_",
-        "for example, env.task._target_=my_tasks.MyTask",
-        lambda c: isinstance(c.env.task, dict) and len(c.env.task) > 1 and c.env.own_task is None,
-    ),
-    exclusive("env.task", "env.datasets"),
-    Rule(
-        "env.environments_at_a_time",
-        "needs env.environment",
-        "leave it out",
-        lambda c: c.env.environment is None and is_set(c, "env.environments_at_a_time"),
-    ),
-    Rule(
-        "env.environment",
-        "must be a class or classes by name",
-        "for example, my_envs.py:Guess, or {easy: my_envs.py:Easy, hard: my_envs.py:Hard}",
-        bad=lambda names: names is not None and not _are_names(names),
-    ),
-    Rule(
-        "env.environment",
-        "needs a data set with the column environment, which names the class of each row",
-        "give env.dataset, or one class",
-        lambda c: (
-            isinstance(c.env.environment, dict) and c.env.dataset is None and c.env.datasets is None
-        ),
-    ),
-    *(
-        exclusive(key, "env.environment")
-        for key in ("env.task", "env.agent", "env.retry_prompt", "env.transforms")
-    ),
-    Rule(
-        "env.datasets[].reward",
-        "must be left out with env.environment",
-        "use env.reward",
-        _unread_reward,
-    ),
-    arguments("env.dataset_options", "max_terms: 3"),
-    _unread_in_env(
-        "environment",
-        "env.environment and no env.dataset, because nothing reads it",
-        "to give the environment rows of data, set env.dataset",
-        ("max_samples", "prompt_template", "system_prompt", "reward"),
-    ),
-    _unread_in_env(
-        "verifiers",
-        "{env.task=}",
-        "its options are env.dataset_options",
-        ("dataset", "dataset_options", "max_samples"),
-    ),
-    _unread_in_env(
-        "task",
-        "env.task._target_={env.own_task}",
-        "for an argument of your class use +env.task.{name}",
-        ("dataset", "reward"),
-    ),
-    _unread_in_env("datasets", "env.datasets", "set it for each data set", ("dataset", "reward")),
-    Rule(
-        "env.datasets",
-        "must have a data set",
-        "for example, [{dataset: gsm8k}]",
-        bad=lambda entries: entries == [],
-    ),
-    *map(_needs_turns, ("env.tools", "env.retry_prompt")),
-    Rule(
-        "env.tool_parser",
-        "needs env.tools, env.environment or env.agent",
-        "set one of them, or leave it out",
-        lambda c: (
-            c.env.tool_parser is not None and not (c.env.tools or c.env.player or c.env.environment)
-        ),
-    ),
-    Rule(
-        "env.tools",
-        "must not contain python with {env.environment=}, whose methods are stateful tools",
-        "leave python out",
-        "env.environment",
-        lambda tools: "python" in tools,
-    ),
-    *(
-        Rule(
-            key,
-            "and {env.player} exclude each other, because the agent decides what follows a turn",
-            "use one of them alone",
-            "env.player",
-        )
-        for key in ("env.tools", "env.retry_prompt", "env.transforms")
-    ),
-    Rule(
-        "env.agent",
-        "and {env.task=} exclude each other",
-        "use one of them alone",
-        lambda c: c.env.agent is not None and isinstance(c.env.task, str),
-    ),
+    *env_node.RULES,
     Rule(
         "train.optim_batch_size",
         "must divide {train.dialog_turns_per_batch=}",
@@ -535,13 +383,6 @@ RULES = (
             "best" in (check_keep(c.train.keep_checkpoints) or {}) and not c.evaluation.num_prompts
         ),
     ),
-    Rule(
-        "env.difficulty_filter",
-        "must be [low, high] with low below high, both in [0, 1]",
-        "for example, [0.05,0.95]",
-        bad=lambda bounds: bounds is not None and not _is_range(*bounds),
-    ),
-    exclusive("env.difficulty_filter", "env.curriculum"),
     exclusive("train.total_steps", "train.total_epochs"),
     Rule(
         "train.total_dialog_turns",
@@ -968,6 +809,7 @@ RULES = (
 """Rules of the whole config."""
 
 UNREAD_RULES = (
+    *env_node.UNREAD,
     _exact("inference_model.backend", engines_with("exact")[0]),
     _exact(
         "inference_model.dtype",
@@ -1003,9 +845,6 @@ UNREAD_RULES = (
         "env.columns.completion",
         unless=lambda c: c.needs_demonstrations or c.teacher.prompt,
     ),
-    *read_with(
-        "env.sampling", ("pass_rate",), "pass_rate", "env.sampling_target", "env.sampling_floor"
-    ),
     *read_with("policy.teacher_divergence", ("jsd",), "jsd", "policy.teacher_beta"),
     *read_with(
         "policy.teacher_divergence",
@@ -1025,13 +864,6 @@ UNREAD_RULES = (
     ),
     *read_with("evaluation.num_prompts", range(1, 2**31), "200", "evaluation.datasets"),
     # Tools, environments and agents run in a reward worker, even if env.reward_workers=0.
-    *read_with(
-        "env.reward_workers",
-        range(1, 2**31),
-        "2",
-        "env.reward_timeout_s",
-        unless=lambda c: c.env.tools or c.env.environment or c.env.player,
-    ),
     *read_with(
         "train_model.lora.enabled",
         (True,),

@@ -9,7 +9,8 @@ from typing import Any
 
 from torchrl_grpo import checks
 from torchrl_grpo.checks import check_clip_epsilon
-from torchrl_grpo.config.data import DataConfig, DatasetConfig
+from torchrl_grpo.config.data import DatasetConfig
+from torchrl_grpo.config.env import EnvConfig
 from torchrl_grpo.config.fields import choice, leaves, limited
 from torchrl_grpo.config.measuring import EvaluationConfig, LoggingConfig
 from torchrl_grpo.config.models import (
@@ -23,113 +24,6 @@ from torchrl_grpo.config.models import (
 )
 from torchrl_grpo.config.optimizer import OptimizerConfig
 from torchrl_grpo.generation.engines import ENGINES
-
-
-@dataclass
-class EnvConfig(DataConfig):
-    """The task and how prompts are drawn from it."""
-
-    datasets: list[DatasetConfig] | None = None
-    """Several data sets instead of dataset: [{dataset: a.jsonl, weight: 0.7, columns: {prompt: q}},
-    {dataset: gsm8k}]. Each takes the keys from dataset to reward, weight (by default 1) and name,
-    for its metrics."""
-    task: Any = field(default_factory=lambda: {"_target_": None})
-    """A task instead of dataset: verifiers:NAME, an environment of the library verifiers, whose
-    arguments are dataset_options (docs/agents.md); or one of your own, as _target_ a subclass of
-    torchrl_grpo.tasks.Task as file.py:Class or package.module.Class, with its arguments next to
-    it."""
-    environment: Any = None
-    """Class whose instances play the dialogs, one each, as file.py:Class or package.module:Class;
-    or classes by the value of the column environment, {easy: my_envs.py:Easy, hard:
-    my_envs.py:Hard} (docs/environments.md). In place of a class, openenv:http://localhost:8000 is a
-    server of OpenEnv. With dataset=null it makes its own problems from a number, the column seed;
-    on the command line it replaces a data set that is not given there. Environments run in reward
-    workers, at least one of which is then started."""
-    environments_at_a_time: int = limited(16, ge=1)
-    """environment: dialogs that a reward worker starts, or answers, at the same time, each in a
-    thread of its own.
-    """
-    chat_template_kwargs: Any = None
-    """Arguments of the chat template, such as {enable_thinking: false}."""
-    num_envs: int = limited(64, ge=2, le=2**16)
-    """Trajectories sampled in parallel, a multiple of repeats, at most 65,536."""
-    repeats: int = limited(8, ge=1)
-    """Group size G: responses per prompt; at least 2 if the advantage compares them within their
-    group.
-    """
-    max_prompt_tokens: int | None = limited(None, ge=1)
-    """Longer prompts are dropped and counted; by default the model's context less max_new_tokens.
-    Each further turn of a dialog may add max_new_tokens and 1,024 tokens to it."""
-    max_image_pixels: int = limited(2**26, ge=1, le=178_956_970)
-    """Maximum width times height of an image in data, or from a tool, an environment or an agent,
-    which is checked before the image is decoded. At most 178,956,970, Pillow's own limit."""
-    difficulty_filter: list[float] | None = None
-    """Range [low, high] of the share of correct responses in past epochs within which a problem is
-    drawn again: [0.05, 0.95] drops for good what was never or always solved. null draws all in each
-    epoch."""
-    sampling: str = choice(checks.Sampling, "uniform")
-    """How problems are drawn: each once in an epoch (uniform), or those more often whose share of
-    correct responses so far is near sampling_target (pass_rate). A problem without responses is
-    always drawn."""
-    sampling_target: float = limited(0.5, gt=0, lt=1)
-    """sampling=pass_rate: share of correct responses at which a problem is always drawn, in (0, 1).
-    """
-    sampling_floor: float = limited(0.1, gt=0, le=1)
-    """sampling=pass_rate: lowest probability with which an epoch draws a problem, in (0, 1]."""
-    curriculum: float | None = limited(None, gt=0, le=1)
-    """Share of the latest 128 responses that must be correct before problems of the next level are
-    drawn, in (0, 1]; the level is the column level, or that of dataset_options.levels. null draws
-    all levels."""
-    max_turns: int = limited(1, ge=1)
-    """Maximum number of the policy's turns in one dialog, at least 1. More than 1 needs tools,
-    transforms, a retry_prompt, an environment, or a task that answers."""
-    sandbox: str = choice(checks.Sandbox, "strict")
-    """Isolation of programs that the reward code or the tool python runs: strict refuses to run
-    without kernel namespaces; auto uses what the machine offers, and the run says which."""
-    tools: list[str] = field(default_factory=list)
-    """Functions that the policy may call, as file.py:function or package.module:function; the model
-    sees their type hints and docstrings. python is built in: it runs code in a sandbox and keeps
-    the dialog's variables. They run in reward workers, at least one of which is then started."""
-    tool_parser: str | None = None
-    """tools, agent: a function of yours that finds the calls in a text, as file.py:function; null
-    parses those of Qwen and Hermes, Llama 3 and Mistral."""
-    agent: str | None = None
-    """Who plays the problems with an OpenAI client: file.py:function or package.module:function of
-    an async def play(client, problem), or a command line such as "python solve.py"
-    (docs/agents.md). Each request is a turn of the policy. Agents run in reward workers, at least
-    one of which is then started."""
-    transforms: list[dict[str, Any]] = field(default_factory=list)
-    """TorchRL's transforms to append to each environment, in order, with arguments next to their
-    _target_, such as [{_target_: torchrl.envs.StepCounter}]; docs/torchrl.md says which work. They
-    run in the process that samples."""
-    retry_prompt: str | None = None
-    """Message to the policy after a wrong answer, if it has a turn left; null ends the dialog."""
-    reasoning: bool = False
-    """TorchRL's name for a retry: true sets a built-in retry_prompt, and max_turns to 2."""
-    max_steps: int | None = None
-    """TorchRL's name for max_turns."""
-    reward_combination: str = choice(checks.RewardCombination, "sum")
-    """How parts of the reward become an advantage: their weighted sum is normalized (sum), or each
-    part within its group, and then their sum over the batch (gdpo, arXiv 2601.05242)."""
-    reward_workers: int = limited(0, ge=0)
-    """Processes per sampler that score responses, for rewards that are slow, or may hang or crash.
-    0 scores in the environment's own process."""
-    reward_timeout_s: float = limited(30.0, gt=0)
-    """reward_workers: time limit for one response, in seconds; after it the reward is invalid."""
-
-    @property
-    def own_task(self) -> str | None:
-        """The class of a task, or verifiers:NAME; None where the task is a data set."""
-        return self.task if isinstance(self.task, str) else self.task.get("_target_")
-
-    @property
-    def player(self) -> str | None:
-        """Who plays the problems with an OpenAI client, as the user said it; None where nobody
-        does.
-        """
-        if isinstance(self.task, str):
-            return f"env.task={self.task}"
-        return None if self.agent is None else f"env.agent={self.agent}"
 
 
 @dataclass

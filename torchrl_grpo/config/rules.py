@@ -31,6 +31,7 @@ from torchrl_grpo.checks import (
     check_top_entropy,
 )
 from torchrl_grpo.config import env as env_node
+from torchrl_grpo.config import policy as policy_node
 from torchrl_grpo.config.data import DATA_RULES, TEST_RULES
 from torchrl_grpo.config.devices import DEVICE_RULES, SERVER_RULES
 from torchrl_grpo.config.env import task_kind
@@ -280,14 +281,6 @@ def _bad_stop(stop: list[str]) -> dict[str, str] | None:
     return {"inference_model.stop": f"{stop!s:.200}"}
 
 
-def _no_sft_loss(config: GRPOConfig) -> dict[str, str] | None:
-    target = str(config.policy.loss.get("_target_"))
-    is_other = target.startswith("torchrl_grpo.") and not target.endswith(
-        (".DemonstrationLoss", ".SFTLoss")
-    )
-    return {"target": target} if config.policy.demonstrations and is_other else None
-
-
 def _loses_small_steps(config: GRPOConfig) -> bool:
     dtype = config.train_model.dtype
     rounds_at_random = dtype == "bfloat16" and config.optimizer.name == "adamw_8bit"
@@ -323,10 +316,6 @@ def _lacks_teacher(key: str, config: GRPOConfig) -> bool:
     return is_set(config, key) and not config.needs_teacher
 
 
-def _lacks_entropy_target(key: str, config: GRPOConfig) -> bool:
-    return config.policy.entropy_target is None and is_set(config, key)
-
-
 def _engine_option(name: str, only: Any, capability: str) -> Rule:
     """Return the rule for a key that must have one value with engines that lack a capability."""
     key, others = f"inference_model.{name}", " or ".join(engines_with(capability))
@@ -351,7 +340,6 @@ def _exact(key: str, only: Any, broken: Callable[[GRPOConfig], Any] | None = Non
     )
 
 
-_WITH_SFT = "must be left out with policy.demonstrations=true (algo=sft)"
 _ASYNC = "leave it out, or use sota/grpo/grpo-async.py"
 ONE_PROCESS_RULES = (
     Rule(
@@ -369,6 +357,7 @@ ONE_PROCESS_RULES = (
 
 RULES = (
     *env_node.RULES,
+    *policy_node.RULES,
     Rule(
         "train.optim_batch_size",
         "must divide {train.dialog_turns_per_batch=}",
@@ -417,23 +406,10 @@ RULES = (
     *(
         Rule(
             key,
-            "must be left out with policy.entropy_target=null, which makes it unused",
-            "to use it, set policy.entropy_target=0.5",
-            partial(_lacks_entropy_target, key),
+            policy_node.WITH_SFT,
+            "it is for responses that the policy sampled",
+            "policy.demonstrations",
         )
-        for key in ("policy.entropy_coef_delta", "policy.entropy_coef_max")
-    ),
-    Rule(
-        "policy.entropy_coef",
-        "must be at most {policy.entropy_coef_max=}",
-        "lower it, or raise that",
-        lambda c: (
-            c.policy.entropy_target is not None
-            and c.policy.entropy_coef > c.policy.entropy_coef_max
-        ),
-    ),
-    *(
-        Rule(key, _WITH_SFT, "it is for responses that the policy sampled", "policy.demonstrations")
         for key in (
             "policy.dynamic_sampling",
             "env.difficulty_filter",
@@ -457,35 +433,12 @@ RULES = (
         )
     ),
     Rule(
-        "policy.teacher_divergence",
-        _WITH_SFT,
-        "it is for responses that the policy sampled",
-        lambda c: c.policy.demonstrations and c.needs_teacher and not c.teacher_in_loss,
-    ),
-    Rule(
         "env.repeats",
         "must be 1 with policy.demonstrations=true (algo=sft), because each problem has one "
         "demonstration",
         "leave it out",
         "policy.demonstrations",
         lambda repeats: repeats != 1,
-    ),
-    Rule(
-        "policy.demonstrations",
-        "needs policy.loss._target_=torchrl_grpo.objectives.DemonstrationLoss, but it is "
-        "{target}, which needs sampled responses",
-        "use algo=sft",
-        _no_sft_loss,
-    ),
-    *(
-        Rule(
-            key,
-            "must be none with policy.demonstrations=true (algo=sft), whose rewards are all 1",
-            "use algo=sft alone",
-            "policy.demonstrations",
-            lambda value: value != "none",
-        )
-        for key in ("policy.advantage_mean", "policy.advantage_std")
     ),
     Rule(
         "inference_model.temperature",
@@ -496,13 +449,6 @@ RULES = (
             c.policy.demonstrations and c.inference_model.temperature != 1 and not c.teacher_in_loss
         ),
     ),
-    Rule(
-        "policy.sft_coef",
-        "must be left out with {policy.teacher_divergence=}, because the teacher does not score "
-        "demonstrations",
-        "use policy.teacher_divergence=sampled",
-        lambda c: c.policy.sft_coef and c.teacher_in_loss,
-    ),
     *(
         Rule("policy.sft_coef", f"must be left out with {{{key}=}}, {why}", "leave one out", key)
         for key, why in (
@@ -510,12 +456,6 @@ RULES = (
             ("env.agent", "whose prompts are not those of the rows"),
             ("env.environment", "whose prompts are not those of the rows"),
         )
-    ),
-    Rule(
-        "policy.turn_credit",
-        "and {policy.advantage_level=} exclude each other, because both determine a token's credit",
-        "use one of them alone",
-        "policy.advantage_level",
     ),
     *(
         Rule(
@@ -538,15 +478,6 @@ RULES = (
             and c.advantage_level == "sequence"
             and (c.shapes_reward or c.policy.dynamic_sampling)
         ),
-    ),
-    *(
-        Rule(
-            "policy.dynamic_sampling",
-            f"must be left out with {{{key}=}}",
-            "a group whose rewards are all equal still has a signal there",
-            key,
-        )
-        for key in ("policy.teacher_coef", "policy.turn_credit", "policy.sft_coef")
     ),
     *(
         Rule(
@@ -790,12 +721,6 @@ RULES = (
         "use inference_model.top_k=100",
         partial(_lacks_top_k, "policy.score_centering"),
     ),
-    Rule(
-        "policy.score_centering",
-        "must be left out with {policy.top_entropy_quantile=}",
-        "leave one out",
-        "policy.top_entropy_quantile",
-    ),
     _engine_option("engine_kwargs", None, "own_arguments"),
     _engine_option("address", [], "elsewhere"),
     _engine_option("weights_folder", None, "elsewhere"),
@@ -810,6 +735,7 @@ RULES = (
 
 UNREAD_RULES = (
     *env_node.UNREAD,
+    *policy_node.UNREAD,
     _exact("inference_model.backend", engines_with("exact")[0]),
     _exact(
         "inference_model.dtype",
@@ -822,37 +748,12 @@ UNREAD_RULES = (
     _exact("train_model.devices", [0], lambda c: len(c.train_model.devices or ()) > 1),
     _exact("train_model.tensor_parallel_size", 1),
     *read_with(
-        "policy.advantage_level",
-        ("token",),
-        "token",
-        "policy.gae_gamma",
-        unless=lambda c: c.advantage_level == "turn",
-    ),
-    *read_with("policy.advantage_level", ("token",), "token", "policy.gae_lambda"),
-    *read_with(
-        "policy.behaviour_weight",
-        ("truncate", "mask"),
-        "mask",
-        "policy.behaviour_cap",
-        "policy.behaviour_floor",
-        "policy.behaviour_level",
-    ),
-    *read_with("policy.dynamic_sampling", (True,), "true", "policy.max_sampling_rounds"),
-    *read_with(
         "policy.demonstrations",
         (True,),
         "true",
         "env.columns.completion",
         unless=lambda c: c.needs_demonstrations or c.teacher.prompt,
     ),
-    *read_with("policy.teacher_divergence", ("jsd",), "jsd", "policy.teacher_beta"),
-    *read_with(
-        "policy.teacher_divergence",
-        ("reverse", "forward", "jsd"),
-        "reverse",
-        "policy.teacher_top_k",
-    ),
-    *read_with("policy.aggregation", ("constant",), "constant", "policy.constant_length"),
     *read_with(
         "evaluation.k",
         range(2, 2**31),

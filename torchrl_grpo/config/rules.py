@@ -32,12 +32,13 @@ from torchrl_grpo.checks import (
 )
 from torchrl_grpo.config import env as env_node
 from torchrl_grpo.config import policy as policy_node
+from torchrl_grpo.config import train as train_node
 from torchrl_grpo.config.data import DATA_RULES, TEST_RULES
 from torchrl_grpo.config.devices import DEVICE_RULES, SERVER_RULES
 from torchrl_grpo.config.env import task_kind
 from torchrl_grpo.config.fields import leaves, written
 from torchrl_grpo.config.models import OWN_MODEL
-from torchrl_grpo.config.rule import Rule, arguments, exclusive, is_set, read_with
+from torchrl_grpo.config.rule import Rule, arguments, is_set, read_with
 from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.config.security import check_no_secrets
 from torchrl_grpo.errors import ConfigError
@@ -254,20 +255,6 @@ def _check_shared(config: GRPOConfig) -> None:
     check_group_size(env.repeats, mean, policy.advantage_std, "env.repeats")
 
 
-def _nearest_divisors(config: GRPOConfig) -> dict[str, Any] | None:
-    batch, step = config.dialog_turns_per_batch, config.optim_batch_size
-    if batch % step == 0:
-        return None
-    divisors = [size for size in range(1, batch + 1) if batch % size == 0]
-    below = max(size for size in divisors if size < step)
-    nearest = [below, *(size for size in divisors if size > step)][:2]
-    return {
-        "train.optim_batch_size": step,
-        "train.dialog_turns_per_batch": batch,
-        "divisors": " or ".join(map(str, nearest)),
-    }
-
-
 def _bad_stages(config: GRPOConfig) -> dict[str, Any] | None:
     name = "pipeline_parallel_size"
     stages = (config.inference_model.engine_kwargs or {}).get(name, 1)
@@ -357,13 +344,8 @@ ONE_PROCESS_RULES = (
 
 RULES = (
     *env_node.RULES,
+    *train_node.RULES,
     *policy_node.RULES,
-    Rule(
-        "train.optim_batch_size",
-        "must divide {train.dialog_turns_per_batch=}",
-        "use {divisors}",
-        _nearest_divisors,
-    ),
     Rule(
         "train.keep_checkpoints",
         "needs evaluations to find the best checkpoint, but evaluation.num_prompts=0",
@@ -372,7 +354,6 @@ RULES = (
             "best" in (check_keep(c.train.keep_checkpoints) or {}) and not c.evaluation.num_prompts
         ),
     ),
-    exclusive("train.total_steps", "train.total_epochs"),
     Rule(
         "train.total_dialog_turns",
         "only evaluates, which needs evaluation.num_prompts above 0",

@@ -9,6 +9,7 @@ from torchrl_grpo import checks
 from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.config.data import DatasetConfig
 from torchrl_grpo.config.fields import choice, limited
+from torchrl_grpo.config.rule import Rule, read_with
 
 
 @dataclass
@@ -133,3 +134,31 @@ class LoggingConfig:
     def test_rows(self) -> int | None:
         """Test problems for which an evaluation adds a row; None for all."""
         return None if self.sample_rows == "all" else 20
+
+
+RULES = (
+    Rule(
+        "logging.sample_rows",
+        "must be all, or a whole number of at least 1",
+        "for example, all",
+        bad=lambda rows: rows != "all" and not (isinstance(rows, int) and rows > 0),
+    ),
+    Rule(
+        "evaluation.k",
+        "must be 0 or at least 2 (pass@1 is measured greedy)",
+        "for example, evaluation.k=8",
+        bad=lambda k: k == 1,
+    ),
+)
+UNREAD = (
+    *read_with(
+        "evaluation.k",
+        range(2, 2**31),
+        "8",
+        "evaluation.temperature",
+        "evaluation.top_p",
+        "evaluation.top_k",
+        "evaluation.min_p",
+    ),
+    *read_with("evaluation.num_prompts", range(1, 2**31), "200", "evaluation.datasets"),
+)

@@ -31,6 +31,7 @@ from torchrl_grpo.checks import (
     check_top_entropy,
 )
 from torchrl_grpo.config import env as env_node
+from torchrl_grpo.config import measuring
 from torchrl_grpo.config import policy as policy_node
 from torchrl_grpo.config import train as train_node
 from torchrl_grpo.config.data import DATA_RULES, TEST_RULES
@@ -345,6 +346,7 @@ ONE_PROCESS_RULES = (
 RULES = (
     *env_node.RULES,
     *train_node.RULES,
+    *measuring.RULES,
     *policy_node.RULES,
     Rule(
         "train.keep_checkpoints",
@@ -371,18 +373,6 @@ RULES = (
             and c.only_evaluates
             and ENGINES[c.inference_model.backend].elsewhere
         ),
-    ),
-    Rule(
-        "logging.sample_rows",
-        "must be all, or a whole number of at least 1",
-        "for example, all",
-        bad=lambda rows: rows != "all" and not (isinstance(rows, int) and rows > 0),
-    ),
-    Rule(
-        "evaluation.k",
-        "must be 0 or at least 2 (pass@1 is measured greedy)",
-        "for example, evaluation.k=8",
-        bad=lambda k: k == 1,
     ),
     *(
         Rule(
@@ -717,6 +707,7 @@ RULES = (
 UNREAD_RULES = (
     *env_node.UNREAD,
     *policy_node.UNREAD,
+    *measuring.UNREAD,
     _exact("inference_model.backend", engines_with("exact")[0]),
     _exact(
         "inference_model.dtype",
@@ -735,16 +726,6 @@ UNREAD_RULES = (
         "env.columns.completion",
         unless=lambda c: c.needs_demonstrations or c.teacher.prompt,
     ),
-    *read_with(
-        "evaluation.k",
-        range(2, 2**31),
-        "8",
-        "evaluation.temperature",
-        "evaluation.top_p",
-        "evaluation.top_k",
-        "evaluation.min_p",
-    ),
-    *read_with("evaluation.num_prompts", range(1, 2**31), "200", "evaluation.datasets"),
     # Tools, environments and agents run in a reward worker, even if env.reward_workers=0.
     *read_with(
         "train_model.lora.enabled",

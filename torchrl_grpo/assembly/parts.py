@@ -29,8 +29,8 @@ from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.config import GRPOConfig
-from torchrl_grpo.config.models import OWN_MODEL
 from torchrl_grpo.config.policy import PolicyConfig
+from torchrl_grpo.config.teacher import OWN_MODEL
 from torchrl_grpo.generation.base import Engine, engine_class
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.host.extras import load_extra

@@ -33,12 +33,12 @@ from torchrl_grpo.checks import (
 from torchrl_grpo.config import env as env_node
 from torchrl_grpo.config import measuring
 from torchrl_grpo.config import policy as policy_node
+from torchrl_grpo.config import teacher as teacher_node
 from torchrl_grpo.config import train as train_node
 from torchrl_grpo.config.data import DATA_RULES, TEST_RULES
 from torchrl_grpo.config.devices import DEVICE_RULES, SERVER_RULES
 from torchrl_grpo.config.env import task_kind
 from torchrl_grpo.config.fields import leaves, written
-from torchrl_grpo.config.models import OWN_MODEL
 from torchrl_grpo.config.rule import Rule, arguments, is_set, read_with
 from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.config.security import check_no_secrets
@@ -286,24 +286,6 @@ def _lacks_top_k(key: str, config: GRPOConfig) -> bool:
     return is_set(config, key) and not config.inference_model.top_k
 
 
-def _needs_own_model(key: str, config: GRPOConfig) -> bool:
-    return is_set(config, key) and config.teacher.model != OWN_MODEL
-
-
-def _bad_teachers(config: GRPOConfig) -> bool:
-    teachers = config.teachers
-    if teachers is None:
-        return False
-    names = [name for entry in teachers for name in entry.datasets]
-    whole = all(entry.model not in (None, OWN_MODEL) and entry.datasets for entry in teachers)
-    alike = len({len(entry.address) for entry in teachers}) == 1
-    return not (len(teachers) > 1 and whole and alike and len(names) == len(set(names)))
-
-
-def _lacks_teacher(key: str, config: GRPOConfig) -> bool:
-    return is_set(config, key) and not config.needs_teacher
-
-
 def _engine_option(name: str, only: Any, capability: str) -> Rule:
     """Return the rule for a key that must have one value with engines that lack a capability."""
     key, others = f"inference_model.{name}", " or ".join(engines_with(capability))
@@ -348,6 +330,7 @@ RULES = (
     *train_node.RULES,
     *measuring.RULES,
     *policy_node.RULES,
+    *teacher_node.RULES,
     Rule(
         "train.keep_checkpoints",
         "needs evaluations to find the best checkpoint, but evaluation.num_prompts=0",
@@ -450,75 +433,6 @@ RULES = (
             and (c.shapes_reward or c.policy.dynamic_sampling)
         ),
     ),
-    *(
-        Rule(
-            key,
-            "must be left out without a teacher",
-            "use algo=distill teacher.model=NAME, or leave it out",
-            partial(_lacks_teacher, key),
-        )
-        for key in (
-            "teachers",
-            "teacher.address",
-            "teacher.prompt",
-            "teacher.weights",
-            "teacher.decay",
-            "policy.teacher_clip",
-        )
-    ),
-    *(
-        Rule("teacher.prompt", f"must be left out with {{{key}=}}, {why}", "leave one out", key)
-        for key, why in (
-            ("env.transforms", "which may change the prompts"),
-            ("policy.demonstrations", "whose responses are not the policy's"),
-        )
-    ),
-    Rule(
-        "policy.teacher_divergence",
-        "needs policy.teacher_top_k with teacher.address, because a server returns log-probs of "
-        "some tokens and not the input of its LM head",
-        "use policy.teacher_top_k=20, or policy.teacher_divergence=sampled",
-        lambda c: bool(c.teacher.address) and c.teacher_in_loss and c.policy.teacher_top_k is None,
-    ),
-    Rule(
-        "inference_model.temperature",
-        "must be 1 with teacher.address, whose servers score at temperature 1",
-        "use inference_model.temperature=1",
-        "teacher.address",
-    ),
-    Rule(
-        "teacher.model",
-        "and {policy.teacher_coef=} go together",
-        "use algo=distill teacher.model=NAME, or neither",
-        lambda c: not c.teachers and c.needs_teacher != (c.teacher.model is not None),
-    ),
-    *(
-        Rule("teachers", f"must be left out with {{{key}=}}, {why}", "leave one out", key)
-        for key, why in (
-            ("teacher.model", "because each teacher has its own"),
-            ("teacher.address", "because each teacher has its own"),
-            ("teacher.dtype", "because each teacher has its own"),
-        )
-    ),
-    Rule(
-        "teachers",
-        "must be several, each with a model, data sets that no other has, and as many addresses as "
-        "the others",
-        "for example, [{model: A, datasets: [math]}, {model: B, datasets: [code]}]",
-        _bad_teachers,
-    ),
-    Rule(
-        "policy.teacher_divergence",
-        "needs policy.teacher_top_k with teachers, whose LM heads differ",
-        "use policy.teacher_top_k=64, or policy.teacher_divergence=sampled",
-        lambda c: c.teachers and c.teacher_in_loss and c.policy.teacher_top_k is None,
-    ),
-    Rule(
-        "policy.reward_coef",
-        "must be 1 without a teacher",
-        "leave it out, or change optimizer.lr",
-        lambda c: c.policy.reward_coef != 1 and not c.needs_teacher,
-    ),
     Rule(
         "ref_model.refresh_every",
         "needs a separate reference model, but policy.kl_coef=0 uses none",
@@ -554,43 +468,6 @@ RULES = (
             "ref_model.devices",
             "ref_model.sharded",
         )
-    ),
-    *(
-        Rule(
-            key,
-            "needs teacher.model=policy, the trained model itself",
-            f"use teacher.model=policy, or leave {key} out",
-            partial(_needs_own_model, key),
-        )
-        for key in ("teacher.weights", "teacher.decay")
-    ),
-    Rule(
-        "teacher.decay",
-        "needs teacher.weights=ema, but {teacher.weights=}",
-        "use teacher.weights=ema",
-        lambda c: is_set(c, "teacher.decay") and c.teacher.weights != "ema",
-    ),
-    *(
-        Rule(
-            key,
-            "must be left out with teacher.model=policy and {teacher.weights=}, because the training "
-            "ranks score",
-            f"leave {key} out, or use teacher.weights=frozen",
-            "learner_teaches",
-        )
-        for key in ("teacher.num_devices", "teacher.devices", "teacher.address")
-    ),
-    Rule(
-        "teacher.model",
-        "needs teacher.prompt with {teacher.weights=}, because it is the policy itself",
-        "use teacher.prompt=solution, or teacher.weights=ema",
-        lambda c: c.learner_teaches and c.teacher.weights == "live" and c.teacher.prompt is None,
-    ),
-    Rule(
-        "policy.teacher_divergence",
-        "needs policy.teacher_top_k with {teacher.weights=}, whose LM head changes",
-        "use policy.teacher_top_k=64, or policy.teacher_divergence=sampled",
-        lambda c: c.learner_teaches and c.teacher_in_loss and c.policy.teacher_top_k is None,
     ),
     Rule(
         "train_model.dtype",

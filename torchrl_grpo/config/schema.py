@@ -14,16 +14,14 @@ from torchrl_grpo.config.env import EnvConfig
 from torchrl_grpo.config.fields import leaves, limited
 from torchrl_grpo.config.measuring import EvaluationConfig, LoggingConfig
 from torchrl_grpo.config.models import (
-    OWN_MODEL,
     InferenceModelConfig,
     ModelConfig,
     RefModelConfig,
-    TeacherConfig,
-    TeacherEntry,
     TrainModelConfig,
 )
 from torchrl_grpo.config.optimizer import OptimizerConfig
 from torchrl_grpo.config.policy import PolicyConfig
+from torchrl_grpo.config.teacher import OWN_MODEL, TeacherConfig, TeacherEntry
 from torchrl_grpo.config.train import TrainConfig
 from torchrl_grpo.generation.engines import ENGINES
 

@@ -162,21 +162,3 @@ class InferenceModelConfig(DevicesConfig):
         return self.tensor_parallel_size * (self.engine_kwargs or {}).get(
             "pipeline_parallel_size", 1
         )
-
-
-@dataclass
-class RefModelConfig(DevicesConfig):
-    """The reference model, which exists only if policy.kl_coef is not 0."""
-
-    dtype: str = choice(checks.Dtype, "float32")
-    """Type of the weights."""
-    sharded: bool = False
-    """Whether it is sharded over the trained model's devices, whose ranks score their shares of a
-    batch before they train it. Otherwise each device has a full copy, and scores while others
-    sample."""
-    refresh_every: int | None = limited(None, ge=1)
-    """Copy the trained weights to the reference model every this many steps; null never."""
-    decay: float = limited(0.0, ge=0, lt=1)
-    """With refresh_every: the share of its own weights that the reference model keeps then, in
-    [0, 1); 0 copies. Above 0 it is a moving average beside the trained weights, and the training
-    ranks score with it."""

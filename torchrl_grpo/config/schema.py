@@ -14,7 +14,7 @@ from torchrl_grpo.config.engine import InferenceModelConfig
 from torchrl_grpo.config.env import EnvConfig
 from torchrl_grpo.config.fields import leaves, limited
 from torchrl_grpo.config.measuring import EvaluationConfig, LoggingConfig
-from torchrl_grpo.config.models import (
+from torchrl_grpo.config.model import (
     ModelConfig,
     TrainModelConfig,
 )

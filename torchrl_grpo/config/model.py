@@ -1,13 +1,15 @@
-"""Settings of the models: which one, and how each role holds it and where."""
+"""The trained model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torchrl_grpo import checks
 from torchrl_grpo.config.devices import DevicesConfig
 from torchrl_grpo.config.fields import choice, limited
+from torchrl_grpo.config.rule import Rule, arguments, read_with
 
 
 @dataclass
@@ -84,3 +86,55 @@ class TrainModelConfig(DevicesConfig):
     """Vision-language models: train the image encoder and its projector too. Otherwise the features
     of an image are computed once in a run."""
     lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+def _loses_small_steps(config: Any) -> bool:
+    dtype = config.train_model.dtype
+    rounds_at_random = dtype == "bfloat16" and config.optimizer.name == "adamw_8bit"
+    return dtype != "float32" and not (config.train_model.lora.enabled or rounds_at_random)
+
+
+RULES = (
+    Rule(
+        "train_model.dtype",
+        "must be float32 for an average of the trained weights (ref_model.decay, "
+        "teacher.weights=ema) without LoRA, because its small steps are lost in 16 bits",
+        "use train.mixed_precision=bf16",
+        lambda c: (
+            c.averages and c.train_model.dtype != "float32" and not c.train_model.lora.enabled
+        ),
+    ),
+    Rule(
+        "train_model.dtype",
+        "must be float32 without LoRA, because the optimizer's small steps are lost in 16 bits",
+        "use train.mixed_precision=bf16, train_model.lora.enabled=true, or bfloat16 with "
+        "optimizer.name=adamw_8bit, which rounds at random",
+        _loses_small_steps,
+    ),
+    Rule(
+        "model.revision",
+        "is for a model on the hub, but {model.name=} is on this machine",
+        "leave model.revision out",
+        lambda c: (
+            c.model.revision is not None
+            and (c.model.name in checks.STARTERS or Path(c.model.name).exists())
+        ),
+    ),
+    Rule(
+        "train_model.train_vision",
+        "must be false with {train_model.lora.enabled=}, which adapts the language model alone",
+        "use train_model.lora.enabled=false, or leave train_model.train_vision out",
+        "train_model.lora.enabled",
+    ),
+    arguments("train_model.model_kwargs", "experts_implementation: grouped_mm"),
+)
+UNREAD = (
+    *read_with(
+        "train_model.lora.enabled",
+        (True,),
+        "true",
+        "train_model.lora.r",
+        "train_model.lora.alpha",
+        "train_model.lora.target_modules",
+    ),
+)

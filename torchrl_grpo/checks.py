@@ -158,25 +158,28 @@ def check_argument(
         raise ValueError(f"{field} must be {what}: {hint}")
 
 
-def rope_limit(config: Any) -> int | None:
-    """Return the tokens beyond which RoPE's frequencies depend on the longest sequence of a pass, so
-    that log-probs would on the sequences beside it; None if they never do.
+def exact_context(config: Any) -> int | None:
+    """Return the tokens beyond which a sequence's log-probs depend on those beside it in a pass;
+    None if they never do.
 
     Hugging Face's ``longrope`` has other factors from there on, and ``dynamic`` another base, which
-    it keeps in later passes. vLLM takes one for all lengths, by ``max_model_len``.
+    it keeps in later passes; vLLM takes one for all lengths, by ``max_model_len``. A sparse
+    attention's indexer (``index_topk``) chooses padding too, except with compressed keys.
     """
     config = config.get_text_config(decoder=True)
     rope: Any = getattr(config, "rope_parameters", None)
     if "'longrope'" in str(rope):
         return rope["original_max_position_embeddings"]
-    return config.max_position_embeddings if "'dynamic'" in str(rope) else None
+    if "'dynamic'" in str(rope):
+        return config.max_position_embeddings
+    return None if hasattr(config, "compress_rates") else getattr(config, "index_topk", None)
 
 
 def context_length(config: Any) -> int:
-    """Return the maximum tokens of a prompt and its response together, at most ``rope_limit``; for
+    """Return the maximum tokens of a prompt and its response together, at most ``exact_context``; for
     a model without a limit, a very large number.
     """
-    limit = rope_limit(config)
+    limit = exact_context(config)
     config = config.get_text_config(decoder=True)
     return limit or getattr(config, "max_position_embeddings", None) or 2**31
 

@@ -19,7 +19,7 @@ from torchrl_grpo.assembly.context import Context
 from torchrl_grpo.assembly.errors import as_config_errors, naming_teacher
 from torchrl_grpo.assembly.shares import requests
 from torchrl_grpo.assembly.tasks import dataset_names
-from torchrl_grpo.checks import check_heads, check_optimizer, rope_limit
+from torchrl_grpo.checks import check_heads, check_optimizer, exact_context
 from torchrl_grpo.collectors.demonstrations import Demonstrations
 from torchrl_grpo.collectors.teacher_prompts import TeacherPrompts
 from torchrl_grpo.config import GRPOConfig
@@ -86,10 +86,10 @@ def prepare(
             context.task = task
         context.make("task", "model")
         model = context.model
-        if rope_limit(model.config) is not None:
+        if exact_context(model.config) is not None:
             torchrl_logger.info(
-                f"The model's context is {model.context} tokens: beyond that, its RoPE would "
-                "depend on the sequences of a pass."
+                f"The model's context is {model.context} tokens: beyond that, log-probs would "
+                "depend on the other sequences of a pass."
             )
         if not config.learner_teaches:
             context.teacher_shape = _check_teachers(config, model.tokenizer)
@@ -100,7 +100,7 @@ def prepare(
         longest = context.max_sequence_tokens
         if not config.only_evaluates:
             own = context.prompt_tokens[1] + context.params.max_new_tokens
-            _check_served_teacher(config, own if config.teacher.prompt is None else longest)
+            _check_teachers_context(config, own if config.teacher.prompt is None else longest)
         if context.image_encoder is not None:
             _check_teachers_images(config, context.image_encoder)
         context.make("reward_pool", "train_env")
@@ -217,17 +217,23 @@ def _check_teachers_images(config: GRPOConfig, encoder: ImageEncoder) -> None:
             )
 
 
-def _check_served_teacher(config: GRPOConfig, longest: int) -> None:
-    """Check the teacher's servers, if it has any, for sequences of ``longest`` tokens.
+def _check_teachers_context(config: GRPOConfig, longest: int) -> None:
+    """Check that the teachers and their servers can score sequences of ``longest`` tokens.
 
     Raises:
-        ValueError: a server does not answer, or cannot be the teacher.
+        ValueError: a context is too small, or a server does not answer or cannot be the teacher.
     """
     for teacher in map(config.of_teacher, range(config.num_teachers)):
-        for address in teacher.teacher.address:
-            teacher_config = loading.load_config(
-                teacher.teacher_source or "", trust_remote_code=config.model.trust_remote_code
+        name = teacher.teacher_source or ""
+        teacher_config = loading.load_config(name, trust_remote_code=config.model.trust_remote_code)
+        limit = exact_context(teacher_config) or longest
+        if limit < longest:
+            raise ValueError(
+                f"teacher.model={name} must score sequences of {longest} tokens, but its log-probs "
+                f"depend on the other sequences of a pass beyond {limit}: use "
+                f"inference_model.max_model_len={limit}, or another teacher."
             )
+        for address in teacher.teacher.address:
             vocabulary = teacher_config.get_text_config().vocab_size
             load_extra("check_served_teacher")(
                 address, vocabulary=vocabulary, longest=longest, top_k=config.policy.teacher_top_k

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from torchrl_grpo.checks import check_heads, rope_limit
+from torchrl_grpo.checks import check_heads, exact_context
 from torchrl_grpo.errors import TransferRefusedError
 from torchrl_grpo.generation.base import (
     Completion,
@@ -381,8 +381,8 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
         arguments["mm_processor_cache_gb"] = 0
         # Where some of vLLM's models read it, unlike transformers.
         overrides["text_config"] = {"tie_word_embeddings": config.tie_word_embeddings}
-    # Beyond it RoPE would be another than the trainer's; None is the model's own limit.
-    arguments["max_model_len"] = arguments.get("max_model_len") or rope_limit(config)
+    # Beyond it log-probs could be others than the trainer's; None is the model's own limit.
+    arguments["max_model_len"] = arguments.get("max_model_len") or exact_context(config)
     on_cpu = current_platform.is_cpu()
     check_vllm_model(config.get_text_config(), settings, on_cpu=on_cpu)
     if not on_cpu and arguments["dtype"] != "float32":

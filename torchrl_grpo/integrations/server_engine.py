@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from torchrl_grpo.checks import InFlight, rope_limit
+from torchrl_grpo.checks import InFlight, exact_context
 from torchrl_grpo.generation.base import (
     Completion,
     Engine,
@@ -107,12 +107,12 @@ class ServerEngine(Engine):
                 server.check_options(options.in_flight)
                 server.check_sampling()
                 server.check_context(request.max_dialog_tokens + options.max_new_tokens)
-                limit = rope_limit(request.model_config)
+                limit = exact_context(request.model_config)
                 if limit is not None and server.max_model_len > limit:
                     raise ValueError(
                         f"inference_model.address: the server at {address} must have a context of "
                         f"at most {limit} tokens, but has {server.max_model_len}: it would compute "
-                        f"RoPE otherwise than the trainer; use vllm serve --max-model-len {limit}."
+                        f"otherwise than the trainer; use vllm serve --max-model-len {limit}."
                     )
                 server.check_vocabulary(request.model_config.get_text_config().vocab_size)
             finally:

@@ -26,7 +26,7 @@ from torchrl import torchrl_logger
 
 import torchrl_grpo.models.attention  # noqa: F401  registers itself
 from torchrl_grpo import keys
-from torchrl_grpo.checks import MIN_TEMPERATURE, rope_limit
+from torchrl_grpo.checks import MIN_TEMPERATURE, exact_context
 from torchrl_grpo.compat.transformers import attention_of
 from torchrl_grpo.host.threads import use_one_thread_if_small
 from torchrl_grpo.images import Prompt as ImagePrompt
@@ -51,7 +51,7 @@ from torchrl_grpo.models.sharding import call_gathered, compute_device, local_pa
 if TYPE_CHECKING:
     from torchrl.modules.llm import LLMWrapperBase
 
-WINDOWS = ("attention_chunk_size", "attention_window_size", "index_topk", "local_attention")
+WINDOWS = ("attention_chunk_size", "attention_window_size", "local_attention")
 """Fields of a config that say how many tokens some of its layers look at, except for
 ``sliding_window``.
 """
@@ -205,14 +205,14 @@ class TokenScorer(TensorDictModuleBase):
             prompts: of the sequences, where ``shared_prompts`` has found them already.
 
         Raises:
-            ValueError: they are longer than the model's ``rope_limit``.
+            ValueError: they are longer than the model's ``exact_context``.
         """
-        limit = rope_limit(self.base.config)
+        limit = exact_context(self.base.config)
         longest = int(rows.lengths.max())
         if limit is not None and longest > limit:
             raise ValueError(
-                f"sequences must have at most {limit} tokens with this model's RoPE, which depends "
-                f"on the longest one of a pass beyond that, got {longest}: cut them, in a run by "
+                f"sequences must have at most {limit} tokens with this model, whose log-probs depend "
+                f"on the others of a pass beyond that, got {longest}: cut them, in a run by "
                 f"inference_model.max_model_len={limit}."
             )
         grid = None

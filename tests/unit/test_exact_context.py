@@ -1,7 +1,11 @@
-"""Models whose RoPE depends on the longest sequence of a pass: a value must not depend on others."""
+"""Models whose values depend on the rest of a pass beyond a length: RoPE by the longest sequence, and
+sparse attention that chooses its keys.
+"""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +19,27 @@ from torchrl_grpo.checks import context_length
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.starter import starter_path
 
 LIMIT = 24
 FACTORS = {"short_factor": [1.1] * 8, "long_factor": [2.5] * 8}
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": LIMIT, **FACTORS}
+SPARSE = {
+    "index_topk": LIMIT,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "phi3": {"original_max_position_embeddings": LIMIT, "rope_parameters": LONGROPE},
     "phimoe": {
@@ -29,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": LIMIT,
         "rope_parameters": {"rope_type": "dynamic", "factor": 4.0},
     },
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SPARSE),
 }
 
 
@@ -46,7 +68,7 @@ def make_model(kind: str) -> Any:
         "max_position_embeddings": 96,
     }
     own = MODELS[kind]
-    rope = {"rope_theta": 10_000.0, **own["rope_parameters"]}
+    rope = {"rope_theta": 10_000.0, **own.get("rope_parameters", {"rope_type": "default"})}
     config = AutoConfig.for_model(kind, **{**sizes, **own, "rope_parameters": rope})
     return AutoModelForCausalLM.from_config(config).float().eval()
 
@@ -121,3 +143,17 @@ def test_a_run_has_no_sequence_beyond_the_limit() -> None:
             prepare(compose_config("env.dataset=arithmetic", model, wrong))
     settings = ["env.dataset=arithmetic", "inference_model.max_new_tokens=100", model]
     assert prepare(compose_config(*settings)).prompt_tokens[1] == 200
+
+
+@pytest.mark.slow
+def test_a_teacher_with_a_smaller_limit_is_refused(tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(starter_path(), teacher)
+    config = AutoConfig.from_pretrained(teacher)
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config.max_position_embeddings = 300
+    config.save_pretrained(teacher)
+    settings = ["algo=distill", "env.dataset=arithmetic", f"teacher.model={teacher}"]
+    with pytest.raises(ConfigError, match=r"teacher\.model=.*inference_model\.max_model_len=300"):
+        prepare(compose_config(*settings))
+    prepare(compose_config(*settings, "inference_model.max_model_len=300"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import typing
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tests.support.configs import ROOT, SMALL, compose_config
 from torchrl_grpo import checks
-from torchrl_grpo.assembly.geometry import Geometry, geometry_of
+from torchrl_grpo.assembly.geometry import Geometry
 from torchrl_grpo.assembly.parts import make_engine, make_sampler
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
@@ -196,7 +197,9 @@ def test_what_an_engine_refuses_comes_before_weights_load(
 def test_a_third_engine_is_made_and_plays(server: str) -> None:
     context = prepare(compose_config(*SMALL, server, "seed=3"), [])
     # single groups, because concurrent calls are supported
-    assert geometry_of(context.config, 2, distributed=True) == Geometry(2, 2, 1, 2)
+    two = replace(context.plan, inference=((CPU,), (CPU,)))
+    apart = replace(context, plan=two, distributed=True)
+    assert apart.geometry == Geometry(2, 2, 1, 2, "wait")
     engine = make_engine(context, CPU)
     assert isinstance(engine, Server)
     assert (engine.request.seed, engine.request.on_cpu, engine.request.colocated) == (

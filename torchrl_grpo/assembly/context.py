@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torchrl import torchrl_logger
 from torchrl.envs import Transform, TransformedEnv
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from torchrl_grpo.assembly.components import make_component
-from torchrl_grpo.assembly.geometry import Geometry, geometry_of
+from torchrl_grpo.assembly.geometry import Geometry
 from torchrl_grpo.assembly.memory import Images
 from torchrl_grpo.assembly.tasks import check_tests, dataset_names, read_task
-from torchrl_grpo.checks import GENERATED, context_length
+from torchrl_grpo.checks import GENERATED, check_multiple, context_length
 from torchrl_grpo.collectors.teacher_prompts import TeacherPrompts
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.envs import LLMEnv
@@ -310,19 +310,28 @@ class Context:
 
     @cached_property
     def geometry(self) -> Geometry:
-        """How the samplers play.
+        """How the samplers play. In one process a task is a whole batch. Elsewhere an engine that
+        takes turns gets its whole share of a batch, one that is concurrent plays any number of
+        groups with continuous batching, and another one static batch at a time.
 
         Raises:
-            ValueError: they cannot divide the environments among them.
+            ValueError: ``env.num_envs`` cannot be divided into whole groups.
         """
-        return geometry_of(
-            self.config,
-            len(self.plan.inference),
-            distributed=self.distributed,
-            turns=self.turns,
-            max_staleness=self.max_staleness,
-            has_reward_workers=self.reward_pool is not None,
-        )
+        config, samplers = self.config, len(self.plan.inference)
+        rows, repeats, engine = config.env.num_envs, config.env.repeats, config.inference_model
+        what = f"env.repeats={repeats} times the {samplers} samplers of the inference model"
+        check_multiple("env.num_envs", rows, samplers * repeats, what)
+        groups = rows // samplers // repeats
+        batch = config.groups_per_batch // samplers
+        if not self.distributed:
+            return Geometry(samplers, groups, batch, 1, "wait")
+        concurrent = ENGINES[engine.backend].concurrent
+        if self.max_staleness and self.reward_pool is not None and not concurrent:
+            # While one task is scored, the engine samples others, up to the staleness bound, and
+            # weights may arrive in between.
+            return Geometry(samplers, groups, groups, self.max_staleness + 1, "keep")
+        sizes = (batch, 1) if self.turns else (1, groups) if concurrent else (groups, 1)
+        return Geometry(samplers, groups, *sizes, cast(Any, engine.in_flight))
 
     @cached_property
     def longest_prompt(self) -> int:

@@ -2,8 +2,8 @@
 anything loads.
 
 Hydra checks types and names when it composes the config; ``validate`` checks choices, ranges and
-combinations. ``check_command_line`` catches what Hydra would report less clearly. Defaults are in
-``schema`` and ``config/*.yaml`` only.
+combinations. ``check_command_line`` catches what Hydra would report less clearly. Defaults are
+in the files of the nodes and in ``config/*.yaml`` only.
 """
 
 from torchrl_grpo.config.command_line import (

@@ -288,6 +288,7 @@ UNREAD = (
     *read_with(
         "env.sampling", ("pass_rate",), "pass_rate", "env.sampling_target", "env.sampling_floor"
     ),
+    # Tools, environments and agents run in a reward worker, even if env.reward_workers=0.
     *read_with(
         "env.reward_workers",
         range(1, 2**31),

@@ -387,7 +387,6 @@ UNREAD_RULES = (
         "env.columns.completion",
         unless=lambda c: c.needs_demonstrations or c.teacher.prompt,
     ),
-    # Tools, environments and agents run in a reward worker, even if env.reward_workers=0.
 )
 """Rules that are checked last: those of ``inference_model.exact``, and of keys that are never read.
 """

@@ -1,5 +1,5 @@
-"""The config's dataclasses, with the defaults and what each key means; ``config/*.yaml`` starts
-from them.
+"""The whole config, and what follows from its keys together. Each node has a file with its keys,
+their defaults and rules; ``config/*.yaml`` starts from the defaults.
 """
 
 from __future__ import annotations

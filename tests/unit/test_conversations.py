@@ -235,6 +235,8 @@ ONE_SYSTEM = (
     "{% if m.role in ('user', 'assistant') %}{{ m.role }}:{{ m.content }}|{% endif %}{% endfor %}"
 )
 NO_SYSTEM = ONE_SYSTEM.partition("{% endif %}")[2]
+PART = """{% for m in messages %}{% if '"' in m.content %}{{ m.content.split('"')[1] }}{% else
+%}{{ m.content }}{% endif %}{% endfor %}"""
 
 
 @pytest.mark.parametrize(
@@ -248,6 +250,8 @@ NO_SYSTEM = ONE_SYSTEM.partition("{% endif %}")[2]
         ("{{ messages[0].content }}", "user assistant user", "assistant"),
         ("{{ messages | map(attribute='content') | join(' ') | trim }}", "system user", None),
         ("{{ messages | reverse | list | tojson }}", "system user assistant tool user", None),
+        ("{{ messages | map(attribute='content') | join(' ') | upper }}", "system user", None),
+        (PART, "user assistant user", None),
     ],
 )
 def test_a_chat_of_which_the_template_drops_a_message_is_refused(
@@ -257,13 +261,15 @@ def test_a_chat_of_which_the_template_drops_a_message_is_refused(
     roles: str,
     lost: str | None,
 ) -> None:
-    """The template may merge texts, strip them, and write them in another order, or as JSON."""
+    """The template may merge texts, strip them, leave out a part, such as a thought, change letters,
+    and write texts in another order, or as JSON.
+    """
     monkeypatch.setattr(tokenizer, "chat_template", template)
     chat = [{"role": role, "content": ' "same"\n'} for role in roles.split()]
     chats = ChatEncoder(tokenizer, {})
     for _ in range(2):
         if lost is None:
-            assert "same" in chats.render(chat)
+            assert "same" in chats.render(chat).lower()
             continue
         with pytest.raises(ValueError, match=rf"model\.chat_template=.*role '{lost}'"):
             chats.render(chat)
@@ -361,6 +367,15 @@ def test_a_template_that_leaves_tools_out_is_refused(
     prompts = LLMEnv(EchoTask(), tokenizer, num_envs=1, repeats=1).prompts
     with pytest.raises(ValueError, match=r"model\.chat_template=.*\['add'\]"):
         prompts.of_chat([{"role": "user", "content": "?"}], task.tools)
+
+
+def test_a_template_that_requires_tools_is_accepted(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% for tool in tools %}{{ tool }}{% endfor %}{{ messages[0].content }}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    chats = ChatEncoder(tokenizer, {})
+    assert "add" in chats.render([{"role": "user", "content": "?"}], tools=Toolbox([add]).schemas)
 
 
 def test_the_policy_sees_the_tools(tokenizer: PreTrainedTokenizerFast) -> None:

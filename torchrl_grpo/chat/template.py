@@ -99,7 +99,7 @@ def _in_parts(message: Message) -> dict[str, Any]:
 _USER, _ASSISTANT = ({"role": role, "content": "?"} for role in ("user", "assistant"))
 _RESULT = {"role": "tool", "name": "?", "content": "?", "tool_call_id": "call00000"}
 _PLACEHOLDER = "@@assistant-turn@@"
-_MARK = "@@mark-{}@@"
+_MARK = "@@{}@@"  # no letters, which a template may change
 _FUNCTION = {"name": "?", "arguments": {"?": _PLACEHOLDER}}
 _CALL = {"type": "function", "id": "call00000", "function": _FUNCTION}
 
@@ -189,8 +189,8 @@ class ChatEncoder:
     ) -> None:
         """Check that the template writes the content and the calls of each message, and the tools.
 
-        A mark at the end of each text must be there: a template may move the text, strip it or
-        write it as JSON. Of the chats of one form only the first is rendered for this.
+        It renders a mark in place of each text, because a template may leave out some of a text,
+        such as a thought, strip it or write it as JSON. Chats of one form are rendered once.
 
         Args:
             chat: messages.
@@ -211,7 +211,7 @@ class ChatEncoder:
                 return content
             mark = _MARK.format(len(marks))
             marks[mark] = what
-            return content + mark
+            return mark
 
         whole = []
         for message in chat:
@@ -225,15 +225,17 @@ class ChatEncoder:
                     for call in calls
                 ]
             whole.append(self._with_call_form(message))
-        form = (*(message.get("role") for message in chat), len(marks), bool(tools))
+        parts = ((message.get("role"), bool(message.get("content"))) for message in chat)
+        form = (*parts, len(marks), bool(tools))
         if form in self._complete:
             return
         arguments = {**self.arguments, **arguments}
         text = render_chat(self.tokenizer, whole, tools=tools, **arguments)
         missing = [what for mark, what in marks.items() if mark not in text]
-        if tools and text == render_chat(self.tokenizer, whole, **arguments):
-            names = [tool.get("function", tool).get("name") for tool in tools]
-            missing.append(f"the tools of a chat, but it leaves out {names}")
+        with suppress(ValueError):  # a template may require tools
+            if tools and text == render_chat(self.tokenizer, whole, **arguments):
+                names = [tool.get("function", tool).get("name") for tool in tools]
+                missing.append(f"the tools of a chat, but it leaves out {names}")
         if missing:
             raise ValueError(
                 f"model.chat_template={printable(str(self.tokenizer.chat_template))!r:.80} must "

@@ -72,17 +72,17 @@ def test_newlines_and_tabs_in_texts_are_characters() -> None:
     judge = r'{fn: judge, model: m, url: "http://h/v1", template: "{response}\n\tScore"}'
     overrides = [
         r'env.prompt_template="{question}\n\nAnswer \nabla \theta \neq \text{x} in \boxed{}\\n"',
-        r"env.system_prompt=Be brief.\nAdd.",
+        r"env.system_prompt=Be brief: yes.\nAdd.",
         r"inference_model.stop=['\n\n',\n,\t]",
         rf"env.reward={judge}",
     ]
     config = compose("grpo_gsm8k", overrides)
     text = "{question}\n\nAnswer \\nabla \\theta \\neq \\text{x} in \\boxed{}\\\\n"
     assert config.env.prompt_template == text
-    assert config.env.system_prompt == "Be brief.\nAdd."
+    assert config.env.system_prompt == "Be brief: yes.\nAdd."
     assert config.inference_model.stop == ["\n\n", "\n", "\t"]
     assert config.env.reward["template"] == "{response}\n\tScore"
-    assert split_command_line(overrides)[1][1] == 'env.system_prompt="Be brief.\nAdd."'
+    assert split_command_line(overrides)[1][1] == 'env.system_prompt="Be brief: yes.\nAdd."'
 
 
 def test_arguments_of_a_component_need_no_plus() -> None:

@@ -62,8 +62,12 @@ _UNTRAINED = re.compile(r"\w+_penalty|logit_bias|bad_words|min(_new)?_tokens|\w*
 _ARGUMENTS = tuple(f"{name}." for name in COMPONENTS)
 _ENTRY = re.compile(r"([\w.-]+)['\"]?\s*:\s*([^,{}\[\]]+)")
 """A key and its value in a node on the command line."""
-_TEXT = re.compile(r"""("|')(?:\\.|(?!\1).)*\1|(?=\S)[^][{}=,:"']*\\[nt][^][{}=,:"']*""", re.S)
-"""A text in quotes, or one with an escape."""
+_TEXT = re.compile(
+    r"""("|')(?:\\.|(?!\1).)*\1|(?<==)(?=\S)[^][{}=,"']*\\[nt][^][{}=,"']*\Z"""
+    r"""|(?=\S)[^][{}=,:"']*\\[nt][^][{}=,:"']*""",
+    re.S,
+)
+"""A text in quotes, or one with an escape: a whole value, or a part of a list or node."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _IN_WHEEL = _PACKAGE / "config_files"
 CONFIG_FILES = str(_IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / "config")

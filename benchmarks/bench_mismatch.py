@@ -237,7 +237,7 @@ def train(
         run = build(config, folder)
         try:
             # With some engines the first step's KL is more than the loop allows on policy.
-            fit(run.learner, run.source, replace(run.schedule, on_policy=False), [rows])
+            fit(run.learner, run.rollouts, replace(run.schedule, on_policy=False), [rows])
         finally:
             run.close()
     gc.collect()

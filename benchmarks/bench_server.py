@@ -167,7 +167,7 @@ def lost() -> dict[str, Any]:
     def go_on() -> None:
         """Wait until the stopped server's worker is abandoned, and continue the server."""
         nonlocal hung_s
-        while not job.source.samplers[1].restarts:
+        while not job.rollouts.samplers[1].restarts:
             time.sleep(0.5)
         hung_s = time.perf_counter() - stopped_at
         second.signal(signal.SIGCONT)
@@ -204,7 +204,7 @@ def lost() -> dict[str, Any]:
             finally:
                 restarts = {
                     place.name: place.restarts
-                    for place in [*job.source.samplers, *job.source.teachers]
+                    for place in [*job.rollouts.samplers, *job.rollouts.teachers]
                 }
                 job.close()
         finally:

@@ -59,7 +59,7 @@ def test_a_killed_vllm_sampler_comes_back_and_loses_no_group(
 
     def train(*groups: Any) -> dict[str, float]:
         if training_run.learner.version in (2, 5):
-            sampler = psutil.Process(training_run.source.pids()["sampler 0"])
+            sampler = psutil.Process(training_run.rollouts.pids()["sampler 0"])
             [engine] = [p for p in sampler.children() if "EngineCore" in p.name()]
             (sampler if training_run.learner.version == 2 else engine).kill()
         trained.extend(group[0]["group_id"].item() for group in ray.get(list(groups)))

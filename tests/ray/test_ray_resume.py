@@ -139,7 +139,7 @@ def train(
             raise KeyboardInterrupt
         while (
             stop_at is not None
-            and training_run.source.state_dict()["drawing"]["next_group"]
+            and training_run.rollouts.state_dict()["drawing"]["next_group"]
             < 4 * training_run.learner.version + 12
         ):
             time.sleep(0.05)  # until as many groups are drawn ahead as the staleness bound allows

@@ -53,7 +53,7 @@ def own_workers(process: psutil.Process) -> list[int]:
 
 def assert_killed_reward_workers_change_no_number(tmp_path: Path, asynchronous: bool) -> None:
     def kill(training_run: Any) -> list[int]:
-        pid = training_run.source.pids()["sampler 0"] if asynchronous else os.getpid()
+        pid = training_run.rollouts.pids()["sampler 0"] if asynchronous else os.getpid()
         return own_workers(psutil.Process(pid))
 
     options = ["env.reward_workers=2"]

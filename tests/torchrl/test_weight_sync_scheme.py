@@ -19,9 +19,9 @@ from tests.support.models import make_tiny_model
 from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation import GenerationPolicy, SamplingParams, TransformersEngine
+from torchrl_grpo.integrations.weight_sync import EngineWeightSyncScheme
 from torchrl_grpo.models import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
-from torchrl_grpo.weights.scheme import EngineWeightSyncScheme
 
 PARAMS = SamplingParams(max_new_tokens=4)
 TURNS = {"dialog_turns_per_batch": 4, "total_dialog_turns": -1}

@@ -742,7 +742,7 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
     assert (advantage.mean, advantage.std) == expected["advantage"]
     assert (advantage.level, advantage.gamma, advantage.lmbda) == (expected["level"], 1.0, 1.0)
     # Ten rollouts of 16 dialogs are 40 groups of 4.
-    assert run.source.tasks._most_played == (40 if expected["dynamic_sampling"] else None)
+    assert run.rollouts.tasks._most_played == (40 if expected["dynamic_sampling"] else None)
     assert (shaping is None) == (expected["shaping"] is None)
     if shaping is not None:
         assert advantage.reward_key == (
@@ -777,12 +777,12 @@ def test_the_reference_model_is_refreshed_every_n_steps(tmp_path: Path) -> None:
     overrides = ["ref_model.refresh_every=2", "train.total_dialog_turns=48", "policy.kl_coef=0.01"]
     run = build(compose_config(*SMALL, *overrides), tmp_path)
     reference, trained = (
-        run.source.references[0].part.scoring.scorer.model,
+        run.rollouts.references[0].part.scoring.scorer.model,
         run.learner.trainer.model,
     )
     weights = {0: _copy(trained)}
     seen: dict[int, dict[str, Tensor]] = {}
-    train, send = run.learner.train_groups, run.source.publish
+    train, send = run.learner.train_groups, run.rollouts.publish
 
     def publish(sent: Any, version: int) -> None:
         seen[version] = _copy(reference)
@@ -797,7 +797,7 @@ def test_the_reference_model_is_refreshed_every_n_steps(tmp_path: Path) -> None:
         weights[run.learner.version] = _copy(trained)
         return out
 
-    run.learner.train_groups, run.source.publish = spy, publish  # type: ignore[method-assign]
+    run.learner.train_groups, run.rollouts.publish = spy, publish  # type: ignore[method-assign]
     try:
         run.fit()
     finally:

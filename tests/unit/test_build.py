@@ -417,7 +417,7 @@ def test_a_run_that_is_stopped_inside_a_step_saves_no_half_step(
 def test_an_engine_with_another_distribution_ends_the_first_step(tmp_path: Path) -> None:
     """Otherwise it would train on samples of another policy, and end without an error."""
     run = build(compose_config(*SMALL, "evaluation.num_prompts=0"), tmp_path)
-    engine = run.source.samplers[0].part.engine
+    engine = run.rollouts.samplers[0].part.engine
     update = engine.update_weights
     engine.update_weights = lambda weights, version: update(
         ((name, 2 * w) for name, w in weights), version

@@ -167,8 +167,8 @@ def test_its_steps_change_no_weight(tmp_path: Path) -> None:
         tmp_path,
     )
     before = [parameter.clone() for parameter in run.learner.trainer.parameters]
-    run.source.publish(run.learner.weights(), 0)
-    assert run.learner.train_groups(*run.source.next_batch())["train/grad_norm"] > 0
+    run.rollouts.publish(run.learner.weights(), 0)
+    assert run.learner.train_groups(*run.rollouts.next_batch())["train/grad_norm"] > 0
     assert all(map(torch.equal, before, run.learner.trainer.parameters))
     run.close()
 

@@ -117,7 +117,7 @@ def test_what_cannot_be_written_at_the_end_costs_no_checkpoint(
 
     def at_third_sync(run_: Run) -> None:
         """Raise the error there, and refuse writes to the run's files from then on."""
-        publish: Callable[..., None] = run_.source.publish
+        publish: Callable[..., None] = run_.rollouts.publish
 
         def with_end(*args: Any) -> None:
             publish(*args)
@@ -126,7 +126,7 @@ def test_what_cannot_be_written_at_the_end_costs_no_checkpoint(
                 if ended_by is not None:
                     os.kill(os.getpid(), ended_by)
 
-        monkeypatch.setattr(run_.source, "publish", with_end)
+        monkeypatch.setattr(run_.rollouts, "publish", with_end)
 
     (tmp_path / "report.html").mkdir()  # the report cannot be written either
     expected = (

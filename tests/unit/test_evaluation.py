@@ -301,7 +301,7 @@ def test_what_pass_at_k_leaves_out_is_not_left_out_in_training(tmp_path: Path) -
         "evaluation.min_p=0.1",
     )
     with closing(build(compose_config(*SMALL, *cut, steps(1)), tmp_path)) as training_run:
-        sampler = training_run.source.samplers[0].part
+        sampler = training_run.rollouts.samplers[0].part
         drawn = [sampler.evaluator._sampling_policy.params, sampler._take(1).policy.params]
         assert [(params.top_p, params.top_k, params.min_p) for params in drawn] == [
             (0.9, 5, 0.1),

@@ -318,14 +318,14 @@ def at_step(
     training_run: Run, step: int, then: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Change a run's folder in the middle of a step."""
-    publish: Callable[..., None] = training_run.source.publish
+    publish: Callable[..., None] = training_run.rollouts.publish
 
     def publish_then(*args: Any) -> None:
         publish(*args)
         if training_run.learner.version == step:
             then()
 
-    monkeypatch.setattr(training_run.source, "publish", publish_then)
+    monkeypatch.setattr(training_run.rollouts, "publish", publish_then)
 
 
 def test_a_file_in_the_place_of_the_checkpoints_drops_no_rows(tmp_path: Path) -> None:

@@ -40,12 +40,12 @@ OPTIONS = (
 def send_at(run_: Run, moment: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send this process a signal at ``moment`` of the third step."""
     holders: dict[str, tuple[Any, str]] = {
-        "wait for a batch": (run_.source, "next_batch"),
-        "play": (run_.source.samplers[0].part, "play"),
+        "wait for a batch": (run_.rollouts, "next_batch"),
+        "play": (run_.rollouts.samplers[0].part, "play"),
         "step": (run_.learner.trainer, "optim_step"),
         "end of a step": (run_.learner, "train_groups"),
-        "weight sync": (run_.source, "publish"),
-        "evaluation": (run_.source, "evaluate"),
+        "weight sync": (run_.rollouts, "publish"),
+        "evaluation": (run_.rollouts, "evaluate"),
         "log": (run_.logger, "log"),
         "samples": (run_.learner, "samples"),
         "save": (os, "fsync"),

@@ -211,8 +211,8 @@ def test_dr_grpo_and_rloo_divide_by_no_standard_deviation_anywhere(
     """
     run = build(compose_config(*SMALL, f"algo={algo}", "policy.kl_coef=0"), tmp_path)
     try:
-        run.source.publish(run.learner.weights(), 0)
-        groups = run.source.next_batch()
+        run.rollouts.publish(run.learner.weights(), 0)
+        groups = run.rollouts.next_batch()
         loss, model = run.learner.trainer.loss, run.learner.trainer.model
         gradients = []
         for factor in (1.0, 10.0):

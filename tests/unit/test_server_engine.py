@@ -243,8 +243,8 @@ def test_an_evaluation_alone_loads_no_model_and_leaves_the_served_one(
     run = build(compose_config(*served(stub.address), *evaluates), tmp_path)
     assert [share.label for share in shares(run.context).values()] == ["inference (server)"]
     assert memory_rows(run.context) == []
-    run.source.publish(run.learner.weights(), 0)
-    metrics, rows = run.source.evaluate(sampled=False)
+    run.rollouts.publish(run.learner.weights(), 0)
+    metrics, rows = run.rollouts.evaluate(sampled=False)
     run.close()
     assert 0 <= metrics["eval/pass@1"] <= 1 and len(rows) == 4
     routes = [route for route, _ in stub.seen]

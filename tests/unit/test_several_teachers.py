@@ -61,7 +61,7 @@ def test_each_teacher_scores_its_own_data_sets(
     run = build(config, tmp_path)
     models: dict[str, Any] = {
         name: worker.part.scoring.scoring.scorer.model
-        for name, worker in zip(("math", "code"), run.source.teachers, strict=True)
+        for name, worker in zip(("math", "code"), run.rollouts.teachers, strict=True)
     }
     try:
         run.fit()

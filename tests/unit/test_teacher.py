@@ -256,7 +256,7 @@ def test_a_run_scores_with_reference_and_teacher_and_trains(
 ) -> None:
     run = build(compose_config(*RUN, f"policy.teacher_divergence={divergence}"), tmp_path)
     try:
-        teacher = run.source.teachers[0].part.scoring.scorer.model
+        teacher = run.rollouts.teachers[0].part.scoring.scorer.model
         with torch.no_grad():
             teacher.get_input_embeddings().weight[20:60] *= 1.5  # a different model than the policy
         run.fit()

@@ -50,7 +50,7 @@ def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) 
     assert rows[2]["train/kl_k3_to_ref"] > 1e-6  # the weights did change
     assert rows[2]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
     assert (tmp_path / "checkpoints" / "checkpoint_000002").exists()
-    sampler = run.source.samplers[0].part
+    sampler = run.rollouts.samplers[0].part
     with vllm_module.VLLMEngine(
         str(tmp_path / "checkpoints" / "model"), max_model_len=128, enforce_eager=True
     ) as engine:
@@ -90,7 +90,7 @@ def test_a_run_takes_a_fast_way_or_loses_nothing_by_it(
     run = build(compose_config(*SMALL, *overrides), tmp_path / "run")
     try:
         run.fit()
-        engine: Any = run.source.samplers[0].part.engine
+        engine: Any = run.rollouts.samplers[0].part.engine
         assert (engine._fast_works, engine._fast_failed) == (not wrong, bool(wrong))
     finally:
         run.close()

@@ -1,3 +1,3 @@
-"""Builds a run from a validated config: everything that is known before weights load, then the
-components and the processes that they run in.
+"""Builds a run from a validated config: checks it, makes what is known before weights load, then the
+parts of each role, and connects them.
 """

@@ -56,7 +56,7 @@ class Run:
     context: Context
     directory: Path
     learner: Learner | RayLearner
-    source: Rollouts
+    rollouts: Rollouts
     logger: MetricsLogger
     console: Console
     resources: ExitStack
@@ -84,7 +84,7 @@ class Run:
         learner, config = self.learner, self.context.config
         export = partial(learner.export, checkpointer, self.context.model.tokenizer)
         observers = self._observers(checkpointer, partial(export, ended=False))
-        fit(learner, self.source, self.schedule, observers, last_row=self.logger.last_row)
+        fit(learner, self.rollouts, self.schedule, observers, last_row=self.logger.last_row)
         if self.schedule.left(learner.version):
             torchrl_logger.warning(
                 f"train.time_limit={config.train.time_limit:g} ended the run after "
@@ -142,8 +142,8 @@ class Run:
                 sample_frequency=config.logging.sample_frequency,
                 sample_rows=config.logging.train_rows,
             ),
-            Timeline(self.source, self.logger),
-            Saver(self.learner, self.source, checkpointer, export, schedule),
+            Timeline(self.rollouts, self.logger),
+            Saver(self.learner, self.rollouts, checkpointer, export, schedule),
             Limits(
                 signal,
                 schedule=schedule,

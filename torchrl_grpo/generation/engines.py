@@ -65,7 +65,7 @@ ENGINES: dict[str, EngineKind] = {
         images=True,
     ),
     "vllm": EngineKind(
-        "torchrl_grpo.generation.vllm:VLLMEngine",
+        "torchrl_grpo.generation.vllm_async:AsyncVLLMEngine",
         step_overhead_s=0.002,
         concurrent=True,
         updates_in_flight=True,

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from importlib import metadata
@@ -35,7 +35,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from torchrl_grpo.checks import check_heads, exact_context
 from torchrl_grpo.errors import TransferRefusedError
@@ -430,6 +430,21 @@ class VLLMBase(Engine):
 
     _llm: Any = None
 
+    @classmethod
+    def require(cls, *, on_cpu: bool) -> None:
+        require_vllm(on_cpu=on_cpu)
+
+    @classmethod
+    def check(cls, request: EngineRequest) -> None:
+        check_engine_kwargs(request.options.engine_kwargs or {})
+        check_parts(request.model_config, request.name)
+        config = request.model_config.get_text_config()
+        check_vllm_model(config, vllm_settings(request), on_cpu=request.on_cpu)
+
+    @classmethod
+    def device_share(cls, request: EngineRequest) -> float | None:
+        return None if request.on_cpu else vllm_settings(request)["gpu_memory_utilization"]
+
     def __init__(self, config: Any, model_config: Any, num_workers: int = 1) -> None:
         self.max_model_len: int = model_config.max_model_len
         self._dtype: torch.dtype = model_config.dtype
@@ -689,39 +704,6 @@ class VLLMEngine(VLLMBase):
         watch_for_stops(self._llm.llm_engine.output_processor, self._stops)
         self._rpc("finish_setup")
         unname_queues()
-
-    @classmethod
-    def require(cls, *, on_cpu: bool) -> None:
-        require_vllm(on_cpu=on_cpu)
-
-    @classmethod
-    def check(cls, request: EngineRequest) -> None:
-        check_engine_kwargs(request.options.engine_kwargs or {})
-        check_parts(request.model_config, request.name)
-        config = request.model_config.get_text_config()
-        check_vllm_model(config, vllm_settings(request), on_cpu=request.on_cpu)
-
-    @classmethod
-    def device_share(cls, request: EngineRequest) -> float | None:
-        return None if request.on_cpu else vllm_settings(request)["gpu_memory_utilization"]
-
-    @classmethod
-    def make(
-        cls,
-        request: EngineRequest,
-        device: torch.device,
-        load_model: Callable[[], PreTrainedModel],
-        *,
-        concurrent: bool = False,
-    ) -> Engine:
-        settings = vllm_settings(request)
-        if concurrent:
-            # It imports this module.
-            from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
-
-            return AsyncVLLMEngine(request.path, in_flight=request.options.in_flight, **settings)
-        own = device if request.options.devices_per_engine == 1 else None
-        return cls(request.path, device=own, enable_sleep=request.colocated, **settings)
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         return self._open().collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)

@@ -18,22 +18,33 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, Unpack
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from torchrl_grpo.checks import InFlight
 from torchrl_grpo.errors import TransferRefusedError
-from torchrl_grpo.generation.base import Completion, EngineDeadError, OnFinished, SamplingParams
+from torchrl_grpo.generation.base import (
+    Completion,
+    Engine,
+    EngineDeadError,
+    EngineRequest,
+    OnFinished,
+    SamplingParams,
+)
 from torchrl_grpo.generation.vllm import (
     RPC_TIMEOUT_S,
     VLLMBase,
+    VLLMEngine,
     VLLMSettings,
     engine_arguments,
     require_vllm,
     starting_vllm,
+    vllm_settings,
 )
 from torchrl_grpo.generation.vllm_answers import Answer, watch_for_stops
 from torchrl_grpo.generation.vllm_images import check_returned, compose, images_alone
@@ -91,6 +102,22 @@ class AsyncVLLMEngine(VLLMBase):
     """
 
     concurrent = True
+
+    @classmethod
+    def make(
+        cls,
+        request: EngineRequest,
+        device: torch.device,
+        load_model: Callable[[], PreTrainedModel],
+        *,
+        concurrent: bool = False,
+    ) -> Engine:
+        """Make this engine or, for a single caller, a ``VLLMEngine``."""
+        settings = vllm_settings(request)
+        if concurrent:
+            return cls(request.path, in_flight=request.options.in_flight, **settings)
+        own = device if request.options.devices_per_engine == 1 else None
+        return VLLMEngine(request.path, device=own, enable_sleep=request.colocated, **settings)
 
     def __init__(
         self,

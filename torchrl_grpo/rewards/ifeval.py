@@ -1,5 +1,5 @@
-"""The reward ``ifeval`` under its documented name."""
+"""The reward ``ifeval`` under its old name, for one more release."""
 
-from torchrl_grpo.integrations.graders.ifeval import ifeval
+from pkgutil import resolve_name
 
-__all__ = ["ifeval"]
+ifeval = resolve_name("torchrl_grpo.integrations.graders.ifeval:ifeval")

@@ -1,5 +1,5 @@
-"""The reward ``judge`` under its documented name."""
+"""The reward ``judge`` under its old name, for one more release."""
 
-from torchrl_grpo.integrations.graders.judge import judge
+from pkgutil import resolve_name
 
-__all__ = ["judge"]
+judge = resolve_name("torchrl_grpo.integrations.graders.judge:judge")

@@ -1,5 +1,5 @@
-"""The reward ``reward_model`` under its documented name."""
+"""The reward ``reward_model`` under its old name, for one more release."""
 
-from torchrl_grpo.integrations.graders.reward_model import reward_model
+from pkgutil import resolve_name
 
-__all__ = ["reward_model"]
+reward_model = resolve_name("torchrl_grpo.integrations.graders.reward_model:reward_model")

@@ -1,5 +1,7 @@
-"""Who does what next in a run: rollout tasks, staleness, and workers in this thread or in Ray actors.
-Ray is imported inside functions, so runs in one thread need no Ray.
+"""What plays, scores and trains the tasks of a run, in this thread or as Ray actors, and where.
+
+Ray is imported only when it is used, so the package works without it. In an actor's process this
+package is imported first, and imports the parts of roles as quickly as the driver did.
 """
 
 from torchrl_grpo.host.startup import import_as_in_driver

@@ -1,5 +1,7 @@
-"""``EngineWeightSyncScheme`` under its documented name."""
+"""``EngineWeightSyncScheme`` under its old name, for one more release."""
 
-from torchrl_grpo.integrations.weight_sync import EngineWeightSyncScheme
+from pkgutil import resolve_name
 
-__all__ = ["EngineWeightSyncScheme"]
+EngineWeightSyncScheme = resolve_name(
+    "torchrl_grpo.integrations.weight_sync:EngineWeightSyncScheme"
+)

@@ -379,7 +379,7 @@ class _Rehearsal:
     def __init__(self, run: Run, checks: Checks, console: Console, measured: Measured) -> None:
         self.run, self.checks, self.console, self.measured = run, checks, console, measured
         self.learner: Any = run.learner
-        self.source: Any = run.source
+        self.rollouts: Any = run.rollouts
         self.left = run.schedule.left(run.learner.version)
         self._batch: Any = None
         self._metrics: dict[str, float] = {}
@@ -401,17 +401,17 @@ class _Rehearsal:
         return forecast(run.context.config, self.measured) if good else None
 
     def _sync(self, check: Check) -> None:
-        self.source.publish(self.learner.weights(), self.learner.version)
+        self.rollouts.publish(self.learner.weights(), self.learner.version)
         check.details = f"{size(self.measured.model_bytes)} of weights"
         if self.run.context.config.evaluates_served:
             check.details = "none: the model is served"
 
     def _rollout(self, check: Check) -> None:
         start = time.perf_counter()
-        self._batch = self.source.next_batch()
+        self._batch = self.rollouts.next_batch()
         self.measured.steps_s.append(time.perf_counter() - start)
         names = {"generate_s": "sampling", "reward_s": "rewards", "reference_s": "reference"}
-        seconds = {key.partition("/")[2]: value for key, value in self.source.metrics().items()}
+        seconds = {key.partition("/")[2]: value for key, value in self.rollouts.metrics().items()}
         check.details = ", ".join(
             f"{name} {seconds[key]:.2f} s" for key, name in names.items() if key in seconds
         )
@@ -438,7 +438,7 @@ class _Rehearsal:
 
     def _reward(self, check: Check) -> None:
         """Check the batch's rewards: fail if all are invalid, warn if they have no signal."""
-        metrics = {"step": 1, **self._metrics, **self.source.metrics()}
+        metrics = {"step": 1, **self._metrics, **self.rollouts.metrics()}
         rows = self.learner.samples(2)
         self.measured.sample_bytes = sum(len(str(row)) for row in rows) / len(rows)
         self.console.samples(1, one_of_each(rows)[:2])
@@ -458,9 +458,9 @@ class _Rehearsal:
     def _mismatch(self, check: Check) -> None:
         inference = self.run.context.config.inference_model
         start = time.perf_counter()
-        self.source.publish(self.learner.weights(), self.learner.version)
+        self.rollouts.publish(self.learner.weights(), self.learner.version)
         self.measured.steps_s[0] += time.perf_counter() - start
-        mean, largest = check_mismatch(self.learner, self.source, inference.check_sync_tolerance)
+        mean, largest = check_mismatch(self.learner, self.rollouts, inference.check_sync_tolerance)
         check.details = (
             f"log-probs of engine and trainer differ by {mean:.2g} nats on average, {largest:.2g} "
             "at most"
@@ -468,13 +468,13 @@ class _Rehearsal:
 
     def _steps(self, check: Check) -> None:
         """Time a few more steps."""
-        learner, source, times = self.learner, self.source, self.measured.steps_s
+        learner, rollouts, times = self.learner, self.rollouts, self.measured.steps_s
         first = start = time.perf_counter()
         while len(times) < min(_MAX_STEPS, self.left) and (
             len(times) < 2 or start - first < _STEPS_S
         ):
-            learner.train_groups(*source.next_batch())
-            source.publish(learner.weights(), learner.version)
+            learner.train_groups(*rollouts.next_batch())
+            rollouts.publish(learner.weights(), learner.version)
             end = time.perf_counter()
             times.append(end - start)
             start = end
@@ -489,7 +489,7 @@ class _Rehearsal:
         measured = self.measured
         envs = context.tests or ()
         greedy, sampled = (0 if env is None else env.batch_size[0] for env in envs)
-        seconds = self.source.metrics()
+        seconds = self.rollouts.metrics()
         sampling_s = seconds.get(
             "time/generate_s", seconds.get("workers/generate_s", measured.step_s)
         )
@@ -504,7 +504,7 @@ class _Rehearsal:
             return
         for name in ("sampled_s", "greedy_s"):
             start = time.perf_counter()
-            metrics, _ = self.source.evaluate(sampled=name == "sampled_s")
+            metrics, _ = self.rollouts.evaluate(sampled=name == "sampled_s")
             setattr(measured, name, time.perf_counter() - start)
         name = "eval/pass@1"
         check.details = (

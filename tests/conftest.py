@@ -30,6 +30,7 @@ os.environ.setdefault(
 import pytest
 from hypothesis import settings
 
+from tests.support import cpu
 from tests.support.guarded import go_on_guarded
 
 if TYPE_CHECKING:  # the xdist controller imports this file too and needs neither
@@ -49,6 +50,14 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu", metavar="FILE", help="record the CPU seconds of each test file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    cpu.register(config)
 
 
 @pytest.fixture(scope="session")

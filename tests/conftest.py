@@ -87,18 +87,6 @@ def tiny_model() -> Qwen2ForCausalLM:
     return make_tiny_model()
 
 
-# A parallel run ends sooner when long tests start first: these, then all files with a slow test.
-LONG = (
-    "ray/test_async_s",
-    "ray/test_ray_source",
-    "ray/test_async",
-    "vllm/",
-    "ray/",
-    "unit/test_fsdp",
-    "unit/test_tut",
-)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Halve the import time of collection, the way ``torchrl_grpo.host.startup`` does.
@@ -125,21 +113,16 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test with the requirements that its folder's name implies, and sort the files."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-
-    def place(item: pytest.Item) -> tuple[int, bool]:
-        path = item.path.relative_to(Path(__file__).parent).as_posix()
-        return next(
-            (at for at, start in enumerate(LONG) if path.startswith(start)), len(LONG)
-        ), item.path not in slow
-
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in ("vllm", "ray", "gpu"):
             item.add_marker(folder)
         if item.get_closest_marker("vllm") and find_spec("vllm") is None:
             item.add_marker(pytest.mark.skip(reason="vllm is not installed"))
-    items.sort(key=place)
+    # A parallel run ends sooner when long files start first.
+    seconds = cpu.limits()
+    root = Path(__file__).parent
+    items.sort(key=lambda item: -seconds.get(item.path.relative_to(root).as_posix(), 0))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,8 +1,8 @@
-"""CPU seconds that each test file costs, with all the processes that its tests start.
+"""CPU seconds of each test file, with all the processes that its tests start (Linux only).
 
-``RUSAGE_CHILDREN`` misses what a server of forks has started, so this adds up ``/proc`` (Linux
-only). `make test` records all files with ``--cpu FILE``; ``tests/cpu.json`` has the limits of the
-files that may take more than ``LIMIT_S``, and also orders the files of a parallel run.
+``RUSAGE_CHILDREN`` misses what a server of forks has started, so this adds up ``/proc``.
+``tests/cpu.json`` has the limits of the files that may take more than ``LIMIT_S``; it also orders
+the files of a parallel run. `make test` fails if a file takes more than its limit.
 """
 
 from __future__ import annotations
@@ -25,18 +25,24 @@ _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 def limits() -> dict[str, float]:
-    """Return the CPU seconds that each file above ``LIMIT_S`` may take, by path below tests/."""
+    """Return the CPU seconds that files above ``LIMIT_S`` may take, by path below tests/, and that
+    all may take together (``"all"``).
+    """
     return dict(json.loads(LIMITS.read_text()))
 
 
-def over_limits(seconds: Mapping[str, float]) -> list[str]:
-    """Return a line for each file that took more than its limit."""
-    allowed = limits()
-    return [
-        f"tests/{path}: {took:.1f} CPU s, {allowed.get(path, LIMIT_S):g} allowed"
-        for path, took in sorted(seconds.items())
-        if took > allowed.get(path, LIMIT_S)
-    ]
+def over_limits(seconds: Mapping[str, float], allowed: Mapping[str, float]) -> list[str]:
+    """Return a line for each file that took more than its limit, and for their sum.
+
+    >>> over_limits({"a.py": 6.0, "b.py": 7.0, "c.py": 1.0}, {"b.py": 9, "all": 10})
+    ['a.py took 6.0 CPU s of 5', 'all took 14.0 CPU s of 10']
+    """
+    lines = []
+    for path, took in sorted((dict(seconds) | {"all": sum(seconds.values())}).items()):
+        limit = allowed.get(path, LIMIT_S)
+        if took > limit:
+            lines.append(f"{path} took {took:.1f} CPU s of {limit:g}")
+    return lines
 
 
 def tree_seconds(root: int | None = None) -> float:
@@ -64,10 +70,10 @@ def tree_seconds(root: int | None = None) -> float:
 
 
 class CPUMeter:
-    """Plugin that measures each file in a worker and reports the sums in the controller.
+    """Plugin that measures each file in a worker and compares the sums in the controller.
 
     Args:
-        out: JSON file of the CPU seconds by file, and of the tests above a second.
+        out: JSON file of the CPU seconds of the files, and of the tests above a second.
     """
 
     def __init__(self, config: pytest.Config, out: Path) -> None:
@@ -75,6 +81,7 @@ class CPUMeter:
         self.out = out
         self.files: dict[str, float] = defaultdict(float)
         self.tests: dict[str, float] = {}
+        self.over: list[str] = []
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -87,24 +94,31 @@ class CPUMeter:
             if took > 1:
                 self.tests[item.nodeid] = round(took, 2)
 
+    @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         files, tests = getattr(node, "workeroutput", {}).get("cpu", ({}, {}))
         self.files.update(files)
         self.tests.update(tests)
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         files = {path: round(took, 2) for path, took in sorted(self.files.items())}
         if (output := getattr(self.config, "workeroutput", None)) is not None:
             output["cpu"] = files, self.tests
             return
-        text = json.dumps({"files": files, "tests": self.tests, "sum": sum(files.values())}, indent=1)
-        self.out.write_text(text)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.out.write_text(json.dumps({"files": files, "tests": self.tests}, indent=1))
+        self.over = over_limits(files, limits())
+        if self.over and exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        terminalreporter.write_line(f"{sum(self.files.values()):.0f} CPU s in {self.out}")
+        terminalreporter.write_line(f"{sum(self.files.values()):.0f} CPU s, see {self.out}")
+        for line in self.over:
+            terminalreporter.write_line(f"{line}: see tests/support/cpu.py", red=True)
 
 
 def register(config: pytest.Config) -> None:
+    """Measure if there is ``--cpu`` and Linux."""
     if (out := config.getoption("cpu")) and sys.platform == "linux":
         config.pluginmanager.register(CPUMeter(config, Path(out)), "cpu-meter")

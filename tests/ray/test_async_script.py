@@ -137,6 +137,7 @@ def test_several_ranks_replicas_and_references_train_on_fresh_enough_data(
     assert len(running.family) >= 6 and running.left() == []
 
 
+@pytest.mark.nightly
 def test_all_ranks_and_all_samplers_take_turns_on_the_same_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

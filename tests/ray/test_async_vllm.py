@@ -18,6 +18,7 @@ from torchrl_grpo.assembly.run import build
 ray = pytest.importorskip("ray")
 
 
+@pytest.mark.nightly
 @pytest.mark.vllm
 @pytest.mark.skipif(os.cpu_count() == 1, reason="needs 2 cores")
 def test_a_replica_of_two_processes_has_the_trainers_weights(
@@ -39,6 +40,7 @@ def test_a_replica_of_two_processes_has_the_trainers_weights(
     assert running.left() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.vllm
 def test_a_killed_vllm_sampler_comes_back_and_loses_no_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -190,6 +190,7 @@ def test_a_joined_cluster_gives_its_gpus_and_gets_them_back(host: Host) -> None:
     assert alive(fact["child"] for some in got.values() for fact in some) == []
 
 
+@pytest.mark.nightly
 def test_the_synchronous_script_runs_on_the_clusters_accelerators(
     host: Host, tmp_path: Path
 ) -> None:
@@ -281,6 +282,7 @@ with orderly_exit():
 """
 
 
+@pytest.mark.nightly
 def test_a_killed_object_store_ends_a_watched_script_with_a_message() -> None:
     """test_async_script.py kills the run itself and the raylet."""
     with forks.Popen(

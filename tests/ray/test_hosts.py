@@ -27,6 +27,7 @@ QUICK = {"period": "1000", "timeout": "2000", "initial_delay": "1000"}
 """Milliseconds after which Ray looks for a host: by itself it needs up to a minute to see that one is gone."""
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_without_a_host_and_loses_no_group(tmp_path: Path) -> None:
     out = tmp_path / "hosts.json"
     command = [

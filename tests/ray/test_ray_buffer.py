@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from torchrl.data import RayReplayBuffer, ReplayBuffer
 
 from tests.support.buffers import fill_and_sample, make_buffer
 from tests.support.models import make_tiny_model
 from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.runtime.cluster import Cluster
 from torchrl_grpo.transforms import KLScoring
 
 
 @pytest.fixture(scope="module")
-def ray_buffers() -> Iterator[dict[str, ReplayBuffer]]:
+def ray_buffers(ray_cluster: Cluster) -> dict[str, ReplayBuffer]:
     """Start the buffers' actors in parallel."""
-    ray = pytest.importorskip("ray")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     options = {"remote_config": {"num_cpus": 0}}
-    yield {
+    return {
         kind: make_buffer(kind, RayReplayBuffer, **options) for kind in ("advantage", "scored last")
     }
-    ray.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["advantage", "scored last"])

@@ -38,6 +38,7 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_a_run_moves_from_one_process_to_several_ranks_and_back(
     lora_run: Path, tmp_path: Path
 ) -> None:
@@ -71,6 +72,7 @@ def test_a_run_moves_from_one_process_to_several_ranks_and_back(
             assert row == pytest.approx(numbers_there, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_sharded_reference_model_scores_as_a_whole_one(tmp_path: Path) -> None:
     job = (
         "policy.kl_coef=0.05",
@@ -181,13 +183,9 @@ def test_a_resumed_asynchronous_run_loses_and_repeats_no_group(
     assert max(row["staleness/max"] for row in rows[1:]) <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("asynchronous", "overrides"),
-    [
-        pytest.param(False, [], marks=pytest.mark.nightly),
-        (True, ["inference_model.num_devices=2"]),
-    ],
+    ("asynchronous", "overrides"), [(False, []), (True, ["inference_model.num_devices=2"])]
 )
 def test_what_was_drawn_ahead_is_played_by_whoever_goes_on(
     asynchronous: bool,

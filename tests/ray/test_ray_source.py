@@ -148,13 +148,6 @@ def make_scored(scoring: Callable[[], Any]) -> Reference:
     return Reference(scoring())
 
 
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[cluster.Cluster]:
-    started = cluster.start()
-    yield started
-    started.shutdown()
-
-
 @pytest.fixture
 def source_of(
     ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast

@@ -24,6 +24,7 @@ ray = pytest.importorskip("ray")
 pytest.importorskip("httpx")
 
 
+@pytest.mark.nightly
 def test_each_group_is_trained_once_whatever_happens_to_the_servers(tmp_path: Path) -> None:
     first, second = (SGLangStub(str(starter_path())) for _ in range(2))
 

@@ -20,8 +20,8 @@ from torchrl_grpo.config import ConfigError
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.learner import Learner
 from torchrl_grpo.models.sharding import shard_model
-from torchrl_grpo.runtime import cluster
 from torchrl_grpo.runtime.actors import Actor
+from torchrl_grpo.runtime.cluster import Cluster
 from torchrl_grpo.runtime.learner import RayLearner
 from torchrl_grpo.weights import ObjectSender, named_weights
 
@@ -74,20 +74,17 @@ def make_sampler() -> Sampler:
 
 
 @pytest.fixture(scope="module")
-def roles() -> Iterator[tuple[RayLearner, list[Any]]]:
+def roles(ray_cluster: Cluster) -> Iterator[tuple[RayLearner, list[Any]]]:
     import ray
 
-    started = cluster.start()
     options: dict[str, Any] = {"num_cpus": 0}
-    try:
-        learner = RayLearner(make_learner, options=[options] * 2)
-        engines = [ray.remote(Actor).options(**options).remote(make_sampler) for _ in range(2)]
-        ready = [engine.setup.remote() for engine in engines]
-        learner.start()
-        ray.get(ready)
-        yield learner, engines
-    finally:
-        started.shutdown()
+    learner = RayLearner(make_learner, options=[options] * 2)
+    engines = [ray.remote(Actor).options(**options).remote(make_sampler) for _ in range(2)]
+    ready = [engine.setup.remote() for engine in engines]
+    learner.start()
+    ray.get(ready)
+    yield learner, engines
+    learner.close()
 
 
 def test_two_engines_get_the_weights_of_two_ranks_at_their_own_pace(

@@ -568,6 +568,7 @@ def test_20_kills_in_a_save_leave_only_whole_checkpoints(tmp_path: Path) -> None
         deadline, first = time.monotonic() + 60, newest[-1] + number % 2
         while not (list(tmp_path.glob("*.tmp")) and newest_step(tmp_path) >= first):
             assert time.monotonic() < deadline
+            time.sleep(0.0005)
         time.sleep(draw.random() / 100)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -28,6 +28,9 @@ SHORT = (
 EXAMPLES = ("my_data", "trl_reward", "verl_reward", "my_tasks", "my_tools", "my_agent")
 
 
+RUN_BY_DAY = ("my_data", "my_agent")
+
+
 def command_of(name: str) -> list[str]:
     """Return the arguments of grpo.py in an example's docstring."""
     doc = ast.get_docstring(ast.parse((ROOT / "examples" / f"{name}.py").read_text())) or ""
@@ -41,7 +44,13 @@ def command_of(name: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in RUN_BY_DAY else pytest.mark.nightly)
+        for name in EXAMPLES
+    ],
+)
 def test_an_example_s_own_command_line_trains(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_here: Callable[..., int]
 ) -> None:

@@ -58,6 +58,7 @@ def test_starts_in_the_same_second_have_folders_of_their_own(
     ] == 3 * [[0, 1]]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.usefixtures("stopped_clock")
 def test_sweeps_in_the_same_second_have_folders_of_their_own(

@@ -348,6 +348,9 @@ def reward(response, answer, images, picture):
 """
 
 
+IDEFICS3_AT_NIGHT = [pytest.param("idefics3", marks=pytest.mark.nightly), "qwen2_5_vl"]
+
+
 def run_arguments(kit: Kit, folder: Path, *more: str) -> tuple[str, ...]:
     (folder / "reward.py").write_text(REWARD)
     return (
@@ -601,7 +604,7 @@ def test_tokens_after_an_image_are_found_where_line_breaks_were_joined(kit: Kit)
         assert index == len(whole) - back and whole[index] == ids[-back]
 
 
-@pytest.mark.parametrize("kit", ["idefics3", "qwen2_5_vl"], indirect=True)
+@pytest.mark.parametrize("kit", IDEFICS3_AT_NIGHT, indirect=True)
 def test_supervised_training_learns_from_images(kit: Kit, tmp_path: Path) -> None:
     chats = chats_of(kit, tmp_path)
     arguments = (
@@ -633,7 +636,7 @@ def test_supervised_training_learns_from_images(kit: Kit, tmp_path: Path) -> Non
     assert {sample["query"] for sample in samples} == {"<image>Count?"}
 
 
-@pytest.mark.parametrize("kit", ["idefics3", "qwen2_5_vl"], indirect=True)
+@pytest.mark.parametrize("kit", IDEFICS3_AT_NIGHT, indirect=True)
 def test_a_run_learns_from_demonstrations_with_images_too(kit: Kit, tmp_path: Path) -> None:
     more = ("policy.sft_coef=1", "env.columns.completion=demo", "train.total_dialog_turns=16")
     arguments = last_of_each([*SMALL, *run_arguments(kit, tmp_path), *more])
@@ -704,8 +707,13 @@ def test_a_teacher_scores_the_images_after_a_prompt_of_its_own(kit: Kit, tmp_pat
     "more",
     [
         "teacher.model={path}",
-        "teacher.model={path} policy.teacher_divergence=reverse",
-        "teacher.model={path} policy.teacher_divergence=jsd policy.teacher_top_k=320",
+        *(
+            pytest.param(f"teacher.model={{path}} {divergence}", marks=pytest.mark.nightly)
+            for divergence in (
+                "policy.teacher_divergence=reverse",
+                "policy.teacher_divergence=jsd policy.teacher_top_k=320",
+            )
+        ),
         "teacher.model=policy teacher.weights=ema policy.teacher_divergence=jsd "
         "policy.teacher_top_k=320",
     ],

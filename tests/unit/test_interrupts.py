@@ -117,12 +117,12 @@ class CatchingTransform(Transform):
 @pytest.mark.parametrize(
     ("number", "option"),
     [
-        (signal.SIGTERM, "env.reward={}:reward"),
         (signal.SIGHUP, "env.reward={}:catching_reward"),
-        (signal.SIGTERM, "env.transforms=[{{_target_: '{}:CatchingTransform'}}]"),
         *(
             pytest.param(signal.SIGTERM, option, marks=pytest.mark.nightly)
             for option in (
+                "env.reward={}:reward",
+                "env.transforms=[{{_target_: '{}:CatchingTransform'}}]",
                 "env.task._target_={}:MyTask",
                 "env.task._target_={}:CatchingTask",
             )
@@ -157,7 +157,7 @@ with watched():
 
 MOMENTS = ["wait for a batch", "play", "step", "end of a step", "weight sync"]
 MOMENTS += ["evaluation", "log", "samples", "save", "export"]
-EVERY_RUN = ("play", "weight sync", "save")
+EVERY_RUN = ("weight sync", "save")
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_a_signal_at_any_moment_saves_and_leaves_files_that_agree(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["weight sync", "play"])
+@pytest.mark.parametrize("moment", [pytest.param("weight sync", marks=pytest.mark.nightly), "play"])
 def test_the_evaluation_or_batch_that_a_signal_cut_short_is_made_up_for(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

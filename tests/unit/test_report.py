@@ -9,6 +9,7 @@ import io
 import json
 import math
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -366,7 +367,10 @@ def test_groups_of_samples_with_the_widest_rewards_come_first(tmp_path: Path) ->
     assert places == sorted(places) and text.count("<user>q7") == 1
 
 
-def test_demonstrations_have_no_reward_in_the_report(tmp_path: Path) -> None:
+def test_demonstrations_have_no_reward_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", "grpo.py"])  # the report shows it
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
         logger.log(1, {"train/loss": 2.0})
         logger.log_samples(1, [{"split": "train", "query": "q", "response": "r", "group": 0}])

@@ -70,8 +70,12 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adamw_8bit_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def torchao() -> None:
     pytest.importorskip("torchao")
+
+
+@pytest.fixture(scope="module")
+def adamw_8bit_run(torchao: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adamw_8bit")
     run(folder, ADAMW_8BIT, steps(6), "train.checkpoint_frequency=3")
     return folder
@@ -96,10 +100,11 @@ def lora_averages_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "kind",
     [
         "full",
-        "lora",
-        pytest.param("adamw_8bit", marks=pytest.mark.nightly),
-        "averages",
         "lora_averages",
+        *(
+            pytest.param(kind, marks=pytest.mark.nightly)
+            for kind in ("lora", "adamw_8bit", "averages")
+        ),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(
@@ -127,7 +132,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("adamw_8bit_run")
+@pytest.mark.usefixtures("torchao")
 def test_the_moments_of_adamw_8bit_are_of_one_byte() -> None:
     weight = torch.nn.Parameter(torch.ones(64, 64))
     optimizer = make_optimizer([weight], "adamw_8bit", lr=1e-3)
@@ -138,7 +143,7 @@ def test_the_moments_of_adamw_8bit_are_of_one_byte() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("adamw_8bit_run")
+@pytest.mark.usefixtures("torchao")
 def test_bfloat16_weights_move_by_less_than_their_rounding() -> None:
     """The next number below 1 in bfloat16 is 1 - 2**-8; the weights move by 2e-4 in each of 20
     steps, on average.
@@ -154,7 +159,7 @@ def test_bfloat16_weights_move_by_less_than_their_rounding() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("adamw_8bit_run")
+@pytest.mark.usefixtures("torchao")
 def test_rounding_draws_the_same_numbers_whatever_others_drew() -> None:
     def weights_after(seed: int, steps: int = 3) -> torch.Tensor:
         weight = torch.nn.Parameter(torch.full((2, 512), 1.0, dtype=torch.bfloat16))
@@ -260,11 +265,11 @@ def test_length_learning_rate_and_loss_may_change_on_resume(full_run: Path, tmp_
 
 
 @pytest.mark.slow
-def test_files_of_the_same_folder_are_gone_on_with(lora_run: Path, tmp_path: Path) -> None:
-    run(tmp_path, *LORA, steps(3), "train.checkpoint_frequency=1")
-    rows = run(tmp_path, *LORA, steps(4), f"train.resume={at(tmp_path, 2)}")
+def test_files_of_the_same_folder_are_gone_on_with(full_run: Path, tmp_path: Path) -> None:
+    run(tmp_path, *FULL, *TESTED, steps(3), "train.checkpoint_frequency=1")
+    rows = run(tmp_path, *FULL, *TESTED, steps(4), f"train.resume={at(tmp_path, 2)}")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    assert numbers(rows[3:], 3) == numbers(read_jsonl(lora_run / "metrics.jsonl"), 3)[:2]
+    assert numbers(rows[3:], 3) == numbers(read_jsonl(full_run / "metrics.jsonl"), 3)[:2]
 
 
 @pytest.mark.slow

@@ -42,10 +42,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def five_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("five")
+    run(folder, *TESTED, *SAVED, steps(5))
+    return folder
+
+
 @pytest.fixture
-def killed(tmp_path: Path) -> Path:
+def killed(five_steps: Path, tmp_path: Path) -> Path:
     """Return the folder of a run that was killed after step 5."""
-    run(tmp_path, *TESTED, *SAVED, steps(5))
+    shutil.copytree(five_steps, tmp_path, dirs_exist_ok=True)
     at(tmp_path, 5).rename(tmp_path / "checkpoints" / "checkpoint_000005.tmp")
     return tmp_path
 
@@ -70,6 +77,7 @@ def test_a_killed_run_goes_on_in_its_folder_as_if_nothing_had_been(
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_without_evaluations_goes_on_with_one_row_a_step(tmp_path: Path) -> None:
     untested = ("evaluation.num_prompts=0", "evaluation.frequency=2", *SAVED)
@@ -166,7 +174,13 @@ def test_auto_writes_the_model_that_a_finished_run_lacks(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tensorboard",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("wandb", "mlflow")),
+    ],
+)
 def test_a_finished_run_writes_nothing_more_to_other_loggers(name: str, tmp_path: Path) -> None:
     """Each restart once added another offline folder of Weights & Biases, and another file of
     TensorBoard.

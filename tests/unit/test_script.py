@@ -136,6 +136,7 @@ def test_a_run_leaves_its_files_in_outputs_date_time(tmp_path: Path) -> None:
     assert (done.stdout + done.stderr).count("VLLM_USE_V1 has no effect") == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_multirun_runs_each_combination(run_here: Callable[..., int], tmp_path: Path) -> None:
     status = run_here(

@@ -70,11 +70,16 @@ def imported(folder: Path, *arguments: str) -> set[str]:
     "arguments",
     [
         ["--help"],
-        ["env.num_env=3"],
-        ["optimizer.lr=abc"],
         ["env.num_envs=30"],
-        ["train.max_staleness=1"],
-        ["inference_model.weight_transfer=broadcast"],
+        *(
+            pytest.param([mistake], marks=pytest.mark.nightly)
+            for mistake in (
+                "env.num_env=3",
+                "optimizer.lr=abc",
+                "train.max_staleness=1",
+                "inference_model.weight_transfer=broadcast",
+            )
+        ),
     ],
     ids=" ".join,
 )
@@ -102,7 +107,14 @@ def test_the_help_of_the_other_commands_needs_no_torch() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mistake", ["env.columns.answer=anser", "env.reward=mine.py:scor", "env.max_turns=3"]
+    "mistake",
+    [
+        "env.columns.answer=anser",
+        *(
+            pytest.param(mistake, marks=pytest.mark.nightly)
+            for mistake in ("env.reward=mine.py:scor", "env.max_turns=3")
+        ),
+    ],
 )
 def test_mistakes_in_the_data_are_answered_without_torch(mistake: str, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n' * 4)

@@ -69,10 +69,8 @@ def test_a_job_that_fails_leaves_the_others(
     assert "no step" in (tmp_path / "sweep" / "sweep.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "launcher", ["joblib", pytest.param("submitit_local", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_jobs_side_by_side_print_into_their_folders(launcher: str, tmp_path: Path) -> None:
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
     printed = run(launcher, tmp_path)
@@ -82,6 +80,7 @@ def test_jobs_side_by_side_print_into_their_folders(launcher: str, tmp_path: Pat
     assert "sequences" not in printed
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_optuna_maximizes_the_last_test_accuracy(
     run_here: Callable[..., int], tmp_path: Path

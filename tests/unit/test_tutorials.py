@@ -18,6 +18,7 @@ from tests.support.configs import ROOT
 from tests.support.documentation import TUTORIALS, Block, blocks, commands
 
 ON_RAY = ("tutorials/async", "tutorials/devices")
+BY_DAY = "tutorials/first_run"  # test_pages.py checks the commands of the others
 ELSEWHERE = ("tutorials/loop",)  # tests/torchrl/test_torchrl_interop.py
 SHORT = (
     "env.num_envs=16",
@@ -41,7 +42,9 @@ def run_block(block: Block, variables: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=[pytest.mark.ray, pytest.mark.nightly] if n in ON_RAY else ())
+        pytest.param(
+            n, marks=[pytest.mark.ray] * (n in ON_RAY) + [pytest.mark.nightly] * (n != BY_DAY)
+        )
         for n in TUTORIALS
         if n not in ELSEWHERE
     ],

@@ -13,7 +13,8 @@ import pytest
 from tests.support.families import engine_distance, in_vllm, make_family
 
 
-@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_neox", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["mixtral", "gpt_neox"])
 def test_log_probs_after_an_update_are_the_trainer_s(name: str) -> None:
     """Mixtral has one tensor for each expert, which vLLM packs on a CPU; GPT-NeoX has a head with
     another name.
@@ -21,6 +22,7 @@ def test_log_probs_after_an_update_are_the_trainer_s(name: str) -> None:
     assert in_vllm(name) < 1e-4
 
 
+@pytest.mark.nightly
 def test_longrope_has_the_factors_of_the_trainer(tmp_path: Path) -> None:
     """By default, as with longer sequences than are ever scored, vLLM would take the long ones."""
     from torchrl_grpo.generation.vllm import VLLMEngine

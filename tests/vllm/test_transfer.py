@@ -25,9 +25,6 @@ from torchrl_grpo.weights import EitherHandle, Transfer, make_sender, named_weig
 from torchrl_grpo.weights.adapters import AdapterHandle
 from torchrl_grpo.weights.handle import DirectHandle
 
-pytest.importorskip("vllm")
-from tests.support.transfers import EXTENSION, FileWeights
-
 PARAMS = SamplingParams(max_new_tokens=8)
 CONTEXT, ROUNDING = 256, 1e-4
 
@@ -37,12 +34,15 @@ def make_model(seed: int = 0) -> torch.nn.Module:
     return make_tiny_model(seed, hidden_size=128, initializer_range=0.1)
 
 
-@pytest.fixture(scope="module", params=[VLLMEngine, AsyncVLLMEngine])
+ASYNC = pytest.param(AsyncVLLMEngine, marks=pytest.mark.nightly)
+
+
+@pytest.fixture(scope="module", params=[VLLMEngine, ASYNC])
 def engine(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMBase]:
     folder = tmp_path_factory.mktemp("model")
     make_model().save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(vllm_module, "WORKER_EXTENSION", EXTENSION)
+        patched.setattr(vllm_module, "WORKER_EXTENSION", "tests.support.transfers.Extension")
         engine = request.param(
             str(folder), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.25
         )
@@ -66,6 +66,8 @@ def off(engine: VLLMBase, model: torch.nn.Module) -> float:
 def either(model: torch.nn.Module, folder: Path, wrong: str = "") -> EitherHandle:
     def read() -> Any:
         return named_weights(model)
+
+    from tests.support.transfers import FileWeights  # imports vLLM
 
     return EitherHandle(DirectHandle(read), FileWeights(folder, read, wrong))
 

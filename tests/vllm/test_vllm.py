@@ -378,6 +378,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_llama_runs_with_vllm_use_v1_0_and_a_kill_leaves_no_process(tmp_path: Path):
     make_llama(0).save_pretrained(tmp_path / "model")
     script = tmp_path / "script.py"

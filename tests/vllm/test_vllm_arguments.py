@@ -49,6 +49,7 @@ def test_an_argument_that_is_not_the_users_is_refused_by_name(name: str, message
         check_engine_kwargs({"max_num_seqs": 4, name: 1})
 
 
+@pytest.mark.nightly
 def test_an_engine_serves_what_is_sampled_and_own_arguments_reach_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,6 +98,7 @@ def test_the_workers_load_what_is_sent_and_refuse_what_does_not_fit(engine):
     assert mismatch(engine, response_log_probs(last), PROMPTS, SHORT)[1] < ROUNDING
 
 
+@pytest.mark.nightly
 def test_an_engine_that_cannot_load_weights_is_lost_and_says_why():
     """The sender of the weights is dead. ``EngineDeadError`` lets the run continue, because a new
     engine may get them.

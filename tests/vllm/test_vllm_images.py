@@ -41,7 +41,10 @@ def path(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
     return str(make_idefics3(tmp_path_factory.mktemp("model"), tokenizer))
 
 
-@pytest.fixture(scope="module", params=[VLLMEngine, AsyncVLLMEngine], ids=["sync", "async"])
+ASYNC = pytest.param(AsyncVLLMEngine, marks=pytest.mark.nightly)
+
+
+@pytest.fixture(scope="module", params=[VLLMEngine, ASYNC], ids=["sync", "async"])
 def engine(request: pytest.FixtureRequest, path: str) -> Iterator[Engine]:
     more = {"in_flight": "keep"} if request.param is AsyncVLLMEngine else {}
     engine = request.param(path, max_model_len=640, enforce_eager=True, kv_cache_gib=0.1, **more)
@@ -127,6 +130,7 @@ def test_files_are_opened_as_vllm_opens_them() -> None:
         assert ImageFile(data).open().tobytes() == image.tobytes()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("top", "text"), [(True, False), (False, True)])
 def test_a_head_is_tied_as_in_the_trainer(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, top: bool, text: bool
@@ -161,6 +165,7 @@ def test_later_turns_read_images(engine: Engine, path: str, name: str) -> None:
     assert max(largest) < ROUNDING
 
 
+@pytest.mark.nightly
 def test_a_run_on_vllm_trains_the_image_encoder(tmp_path: Path) -> None:
     overrides = (
         "inference_model.backend=vllm",

@@ -21,9 +21,8 @@ from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
 from torchrl_grpo.generation.vllm import VLLMEngine
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.nightly), signal.SIGSTOP]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_worker_is_one_message_in_time(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,9 +24,10 @@ from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.weights import named_weights
 
-pytestmark = pytest.mark.skipif(
-    not vllm_module._is_cpu_build(), reason="needs vLLM's build for CPUs"
-)
+pytestmark = [
+    pytest.mark.skipif(not vllm_module._is_cpu_build(), reason="needs vLLM's build for CPUs"),
+    pytest.mark.nightly,  # test_vllm_async.py makes the same checks
+]
 ROUNDING = 1e-3
 SETTINGS: dict[str, Any] = {"max_model_len": CONTEXT, "enforce_eager": True, "kv_cache_gib": 0.5}
 
@@ -55,14 +56,7 @@ def engine(scheduled_ahead: None) -> Iterator[AsyncVLLMEngine]:
     engine.close()
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        pytest.param(check, marks=() if "keep" in check.__name__ else pytest.mark.nightly)
-        for check in SERVES
-    ],
-    ids=lambda check: check.__name__,
-)
+@pytest.mark.parametrize("check", SERVES, ids=lambda check: check.__name__)
 def test_it_serves_many_callers_while_its_weights_change(
     check: Any, engine: AsyncVLLMEngine
 ) -> None:
@@ -70,7 +64,6 @@ def test_it_serves_many_callers_while_its_weights_change(
         check(engine, pool, ROUNDING)
 
 
-@pytest.mark.nightly
 def test_the_engine_of_one_process_samples_and_takes_weights_too(scheduled_ahead: None) -> None:
     with VLLMEngine(str(starter_path()), **SETTINGS) as engine:
         assert engine._rpc("schedules_asynchronously") == [True]

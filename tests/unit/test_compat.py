@@ -54,6 +54,7 @@ NAMES = [
     "torch.amp:GradScaler._found_inf_per_device",
     "torch.distributed:ProcessGroupGloo._Options._devices",
     "torch.distributed:ProcessGroupGloo._Options._timeout",
+    "torch.distributed.tensor:_utils.compute_local_shape_and_global_offset",
     "torch.nn:Module._load_from_state_dict",
     "torch.utils.tensorboard:SummaryWriter._get_file_writer",
     "torchao.optim:AdamW8bit._new_buffer",

@@ -158,9 +158,9 @@ def likely_tokens_of_a_teacher(mesh: DeviceMesh | None, **settings: Any) -> dict
     ids = []
     layouts = []
 
-    def spy(layout: Layout, numel: int, states: torch.Tensor, *more: Any) -> Any:
+    def spy(layout: Layout, kept: Any, sample: Any, states: torch.Tensor, *more: Any) -> Any:
         ids.append(states[:, 2:])
-        return score(layout, numel, states, *more)
+        return score(layout, kept, sample, states, *more)
 
     scorer._score = spy
     for layer in loading.base_model_of(trainer.model).model.layers:
@@ -728,9 +728,13 @@ def test_checkpointed_layers_are_computed_twice_when_they_are_sharded(
 
 
 def test_rank_0_alone_loads_a_model_that_is_not_split_in_layers(
-    ranks: list[dict[str, Any]], grid: list[dict[str, Any]]
+    ranks: list[dict[str, Any]],
 ) -> None:
     assert [rank["loads_on"] for rank in ranks] == ["cpu"] + ["meta"] * (len(ranks) - 1)
+
+
+@pytest.mark.nightly
+def test_each_rank_loads_a_model_whose_layers_are_split(grid: list[dict[str, Any]]) -> None:
     assert [rank["loads_on"] for rank in grid] == ["cpu"] * 4
 
 
@@ -823,6 +827,7 @@ def test_the_exported_model_is_the_merged_one(two: list[dict[str, Any]], folder:
     assert worst(dict(exported.named_parameters()), expected) < 1e-7
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "within"), [("full", 1e-6), ("full_float64", 1e-15), ("two_sequences", 1e-15)]
 )
@@ -838,6 +843,7 @@ def test_layers_split_over_pairs_train_like_one_process(
             assert got[key] == pytest.approx(metrics[key], rel=5e-6, abs=5e-6), key
 
 
+@pytest.mark.nightly
 def test_two_sharded_copies_train_like_one_process(
     copies: list[dict[str, Any]], single: dict[str, Any]
 ) -> None:
@@ -869,6 +875,7 @@ def test_a_whole_copy_on_each_of_two_ranks_trains_like_one_process(
             assert distance(rank[name]["weights"], single[name]["weights"]) < 1e-14
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_sharded_copies_is_one_of_any_number_of_ranks(
     copies: list[dict[str, Any]], single: dict[str, Any], folder: Path
 ) -> None:
@@ -886,6 +893,7 @@ def test_a_checkpoint_of_sharded_copies_is_one_of_any_number_of_ranks(
     assert distance(to_single["weights"], saved["weights"]) < 1e-6
 
 
+@pytest.mark.nightly
 def test_split_layers_are_scaled_recomputed_and_held_like_whole_ones(
     grid: list[dict[str, Any]],
 ) -> None:
@@ -898,6 +906,7 @@ def test_split_layers_are_scaled_recomputed_and_held_like_whole_ones(
         )  # the embedding is in two parts, the layers are in four
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_split_layers_is_one_of_any_number_of_ranks(
     grid: list[dict[str, Any]], single: dict[str, Any], folder: Path
 ) -> None:
@@ -909,6 +918,7 @@ def test_a_checkpoint_of_split_layers_is_one_of_any_number_of_ranks(
     assert distance(to_single["weights"], saved["weights"]) < 1e-6
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_split_is_refused(grid: list[dict[str, Any]]) -> None:
     adapters, heads = grid[0]["refused"]
     assert (

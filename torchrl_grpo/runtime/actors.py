@@ -36,12 +36,12 @@ class Actor:
 
     def __init__(self, factory: Callable[..., Any]) -> None:
         self._factory = factory
+        # Ray's handler raises SystemExit, which a user's function may swallow.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def setup(self, *arguments: Any) -> int:
         """Make the part, with arguments for the factory. Return the process id."""
         enable_stack_dump()
-        # Ray's handler raises SystemExit, which a user's function may swallow.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         atexit.register(leave)  # where Ray ends before it has killed the actor
         self._part = self._factory(*arguments)
         return os.getpid()

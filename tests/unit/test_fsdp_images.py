@@ -41,7 +41,7 @@ CASES = (
 )
 """Families, the number of copies of the model that the two ranks hold, and the rank of adapters."""
 
-pytestmark = pytest.mark.slow  # processes take seconds to start
+pytestmark = pytest.mark.nightly  # test_fsdp.py has text on two ranks, test_images.py images on one
 
 
 def make_trainer(

@@ -26,7 +26,7 @@ from torchrl_grpo.models.sharding import mesh_of, num_replicas
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly  # test_fsdp.py has two ranks of our own sharding
 
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...] | None]] = {
     "unnamed": ((2,), None),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import forks
 from tests.support.configs import ROOT, last_of_each
 
 SYNC, ASYNC = ROOT / "sota" / "grpo" / "grpo.py", ROOT / "sota" / "grpo" / "grpo-async.py"
@@ -30,17 +31,24 @@ SMALL = (
 
 
 def run(
-    script: Path, *arguments: str, cwd: Path, **environment: str
+    script: Path,
+    *arguments: str,
+    cwd: Path,
+    popen: type[subprocess.Popen[str]] = subprocess.Popen,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(script), *last_of_each(arguments)],
+    command = [sys.executable, str(script), *last_of_each(arguments)]
+    with popen(
+        command,
         cwd=cwd,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
         stdin=subprocess.DEVNULL,
-    )
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        printed = process.communicate(timeout=600)
+    return subprocess.CompletedProcess(command, process.returncode, *printed)
 
 
 @pytest.mark.slow
@@ -113,7 +121,7 @@ def test_an_error_of_the_plan_is_one_line_too(
 
 @pytest.mark.slow
 def test_a_run_leaves_its_files_in_outputs_date_time(tmp_path: Path) -> None:
-    done = run(SYNC, *SMALL, cwd=tmp_path, VLLM_USE_V1="0")
+    done = run(SYNC, *SMALL, cwd=tmp_path, popen=forks.Popen, VLLM_USE_V1="0")
     assert done.returncode == 0, done.stderr
     [folder] = (tmp_path / "outputs").glob("????-??-??/??-??-??")
     names = {path.name for path in folder.iterdir()}

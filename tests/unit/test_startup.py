@@ -199,6 +199,7 @@ def test_quick_imports_put_everything_back() -> None:
     assert {name: sys.modules.get(name) for name in modules} == modules
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_actors_import_as_their_driver_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "_skips_imports", False)

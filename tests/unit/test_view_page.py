@@ -601,7 +601,7 @@ def test_pictures_stand_above_the_prompt(browser: Browser, tmp_path: Path) -> No
         expect(page.locator(".pictures img")).to_have_count(2)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("view", VIEWS)
 def test_axe_finds_nothing(browser: Browser, address: str, view: str, scheme: Any) -> None:
     from axe_playwright_python.sync_playwright import Axe

@@ -332,7 +332,7 @@ def test_a_dialog_that_does_not_open_is_invalid_and_not_sampled(tokenizer, encod
 def test_a_first_prompt_without_room_is_invalid(tokenizer, path):
     env = LLMEnv(KeepingTask(path, ["a"]), tokenizer, num_envs=1, repeats=1, max_prompt_tokens=4)
     env.reset()
-    assert env.errors == [
+    assert [state.outcome.error for state in env.states] == [
         "ValueError: the first prompt of a dialog must have 1 to 4 tokens, but has 11."
     ]
 

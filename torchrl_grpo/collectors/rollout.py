@@ -23,6 +23,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.envs.dialog_state import LOST, DialogState
 from torchrl_grpo.generation.base import Completion, cut_off
 from torchrl_grpo.generation.policy import GenerationPolicy, generation_of
 from torchrl_grpo.generation.stops import completed_at, token_bytes
@@ -313,21 +314,13 @@ class RolloutCollector(BaseCollector):
             rows = data.unbind(0)
             for row in active:
                 turns[row].append(rows[row])
-                self.last.tokens += rows[row].get(keys.RESPONSE).numel()
-            self.last.turns += int(stepping.sum())
+            sampled = [len(dialog.tokens) for dialog in self.base_env.latest.values()]
+            self.last.tokens += sum(sampled)
+            self.last.turns += len(sampled)
             stepping = ~data.get(keys.DONE).reshape(-1)
             active = stepping.nonzero().reshape(-1).tolist()
             if not active:
-                env = self.base_env
-                return _trajectories(
-                    data,
-                    turns,
-                    env.transcripts,
-                    env.errors,
-                    env.feedback,
-                    env.turn_rewards,
-                    env.samples,
-                )
+                return _trajectories(data, turns, self.base_env.states)
             data = self.env.step_mdp(data)
             data.set(keys.STEPPING, stepping)
 
@@ -522,23 +515,15 @@ _MOST_ROWS = 2**16
 def _trajectories(
     last: TensorDictBase,
     turns: list[list[TensorDictBase]],
-    transcripts: Sequence[Mapping[int, str]],
-    errors: Sequence[str],
-    feedback: Sequence[str],
-    rewards: Sequence[Sequence[float | None]],
-    samples: Sequence[Sequence[int]],
+    states: Sequence[DialogState],
 ) -> Sequence[TensorDictBase]:
     """Return the rows of the last transition with the token entries of all turns.
 
     Args:
         last: [B] the last transition; rows that were done before it repeat their outcome.
         turns: for each row, its turns.
-        transcripts: for each row, the text of its dialog by sample number.
-        errors: for each row, why its reward is invalid; empty if it is valid.
-        feedback: for each row, what the scorer says about it; empty if it says nothing.
-        rewards: for each row, the task's reward of each turn, which is part of the last turn's
-            reward; None for a turn without a reward.
-        samples: for each row, the sample number of each turn; -1 for a turn in no sample.
+        states: for each row, its dialog. The task's rewards of turns are part of the last turn's
+            reward.
 
     Returns:
         the samples of each row in the order in which they ended; the last one has the reward and is
@@ -554,20 +539,21 @@ def _trajectories(
             out.set(key, nxt.get(key))
     repeated = ("tokens", "masks", "text", "history", keys.IMAGES, *_OF_SEQUENCE)
     rows = out.set("next", nxt.exclude(*repeated)).unbind(0)
-    for trajectory, row, error, comment in zip(rows, turns, errors, feedback, strict=True):
+    has_feedback = any(state.outcome.feedback for state in states)
+    for trajectory, row, state in zip(rows, turns, states, strict=True):
         trajectory.set(keys.NEXT_POLICY_VERSION, row[-1].get(keys.POLICY_VERSION))
-        if any(feedback):
-            trajectory.set(keys.FEEDBACK, NonTensorData(comment))
-        if error:
-            trajectory.set(keys.REWARD_ERROR, NonTensorData(error))
+        if has_feedback:
+            trajectory.set(keys.FEEDBACK, NonTensorData(state.outcome.feedback))
+        if state.outcome.error:
+            trajectory.set(keys.REWARD_ERROR, NonTensorData(state.outcome.error))
     if all(len(row) == 1 for row in turns):
         return rows
-    if any(len(set(of_turns)) > 1 or -1 in of_turns for of_turns in samples):
-        parts = zip(rows, turns, transcripts, rewards, samples, strict=True)
+    parts = zip(rows, turns, states, strict=True)
+    if any(len(set(state.turn_samples)) > 1 or LOST in state.turn_samples for state in states):
         return [part for number, row in enumerate(parts) for part in _split(number, *row)]
-    for trajectory, row, text, task_rewards in zip(rows, turns, transcripts, rewards, strict=True):
-        merged = _merge(row, task_rewards).set(keys.RESPONSE_TEXT, next(iter(text.values())))
-        trajectory.update(merged)
+    for trajectory, row, state in parts:
+        text = next(iter(state.transcripts.values()))
+        trajectory.update(_merge(row, state.turn_rewards).set(keys.RESPONSE_TEXT, text))
     return rows
 
 
@@ -575,19 +561,17 @@ def _split(
     number: int,
     trajectory: TensorDictBase,
     turns: list[TensorDictBase],
-    texts: Mapping[int, str],
-    rewards: Sequence[float | None],
-    samples: Sequence[int],
+    state: DialogState,
 ) -> list[TensorDictBase]:
     """Return the samples of row ``number``, without the turns that belong to no sample. If there
     are only such turns, the row becomes the last one of them, and is invalid.
     """
     of_sample: dict[int, list[int]] = {}
-    for turn, sample in enumerate(samples or [0]):  # empty if the row's opening failed
+    for turn, sample in enumerate(state.turn_samples or [0]):  # empty if the row's opening failed
         of_sample[sample] = [*of_sample.get(sample, ()), turn]
-    lost = of_sample.pop(-1, [])
+    lost = of_sample.pop(LOST, [])
     if not of_sample:
-        of_sample[-1] = lost[-1:]
+        of_sample[LOST] = lost[-1:]
     end = max(turn for sample_turns in of_sample.values() for turn in sample_turns)
     if end < len(turns) - 1:  # the last turn has the reward, but is left out
         rewarded = turns[end].clone(recurse=False).set(keys.REWARD, turns[-1].get(keys.REWARD))
@@ -596,9 +580,10 @@ def _split(
     for sample, sample_turns in sorted(of_sample.items(), key=lambda entry: entry[1][-1]):
         merged = _merge(
             [turns[turn] for turn in sample_turns],
-            [rewards[turn] for turn in sample_turns] if rewards else (),
+            [state.turn_rewards[turn] for turn in sample_turns if state.turn_rewards],
         )
-        part = trajectory.clone(recurse=False).update(merged).set(keys.RESPONSE_TEXT, texts[sample])
+        part = trajectory.clone(recurse=False).update(merged)
+        part.set(keys.RESPONSE_TEXT, state.transcripts[sample])
         part.set(keys.TRAJECTORY, trajectory.get(keys.GROUP_ID) * _MOST_ROWS + number)
         out.append(part)
     valid = torch.stack([part.get(keys.REWARD_VALID) for part in (trajectory, *out)]).all(0)

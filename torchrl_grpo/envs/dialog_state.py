@@ -163,7 +163,14 @@ class DialogState:
         self.outcome.terminated = not truncated
 
     @property
-    def chats(self) -> dict[int, Sequence[Message]]:
-        """Return the messages of each sample after its first prompt, by sample number."""
-        current = {self.current.number: self.current.later}
-        return current | {number: sample.later for number, sample in self.samples.items()}
+    def transcripts(self) -> dict[int, str]:
+        """The messages of each sample after its first prompt as text, by sample number. Those of
+        other roles begin with ``[role]``.
+        """
+
+        def line(message: Message) -> str:
+            text = text_of(message["content"])
+            return text if message["role"] in ("assistant", "") else f"[{message['role']}] {text}"
+
+        samples = {self.current.number: self.current, **self.samples}
+        return {number: "\n".join(map(line, sample.later)) for number, sample in samples.items()}

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl import torchrl_logger
 from torchrl.envs import EnvBase
@@ -32,7 +32,6 @@ from torchrl_grpo.images import (
     Spans,
     images_in,
     images_of,
-    text_of,
     text_tokens,
     tokens_of,
 )
@@ -260,16 +259,18 @@ class LLMEnv(EnvBase):
             self._open(new)
         blank = [Outcome() for _ in self._rows]
         columns = self._outcome_columns(blank, ("correct", "valid"))
-        columns[keys.QUERY] = _stack([row.query for row in self._rows])
+        columns[keys.QUERY] = NonTensorStack(*[row.query for row in self._rows])
         if self._has_datasets:
-            columns[keys.DATASET] = _stack([row.problem.dataset for row in self._rows])
+            columns[keys.DATASET] = NonTensorStack(*[row.problem.dataset for row in self._rows])
         prompts = list(map(self._prompt_of, self._rows))
         return TensorDict(
             {
                 **_prompt_columns(list(map(tokens_of, prompts))),
                 **self._image_columns(list(map(images_of, prompts))),
                 keys.GROUP_ID: torch.tensor([row.drawn.group for row in self._rows]).unsqueeze(-1),
-                "text": TensorDict({"response": _stack([""] * len(blank))}, self.batch_size),
+                "text": TensorDict(
+                    {"response": NonTensorStack(*[""] * len(blank))}, self.batch_size
+                ),
                 **columns,
             },
             self.batch_size,
@@ -395,9 +396,9 @@ class LLMEnv(EnvBase):
         return torch.tensor([not row.outcome.done for row in self._rows])
 
     @property
-    def turn_rewards(self) -> list[list[float | None]]:
-        """Reward of each turn of each row; None for turns without a reward."""
-        return [row.turn_rewards for row in self._rows]
+    def states(self) -> Sequence[DialogState]:
+        """Dialog of each row, with its turns and its outcome."""
+        return self._rows
 
     def limits(self, row: int) -> TurnLimits:
         """Return the limits of a row's next turn."""
@@ -441,10 +442,10 @@ class LLMEnv(EnvBase):
             tokens[row] = torch.cat([tokens[row], response])
             ids = response.tolist()
             cut = ids[-1:] != end if length_stopped is None else bool(length_stopped[row])
-            scores = None if log_probs is None else log_probs[row].get(keys.LOG_PROBS[-1], None)
-            dialogs[row] = self._dialog(
-                row, ids, cut, None if scores is None else scores[-len(ids) :]
-            )
+            scores = None
+            if log_probs is not None and self._rows[row].limits.log_probs:
+                scores = log_probs[row].get(keys.LOG_PROBS[-1])[-len(ids) :]
+            dialogs[row] = self._dialog(row, ids, cut, scores)
         self.latest = dialogs
         cut_off: dict[int, Dialog] = {}
         for row, turn in zip(active, self._advance(dialogs), strict=True):
@@ -625,36 +626,6 @@ class LLMEnv(EnvBase):
         """Dialog of each row so far, including messages after the latest turn."""
         return [Dialog(row.problem, row.responses, row.current.messages) for row in self._rows]
 
-    @property
-    def transcripts(self) -> list[dict[int, str]]:
-        """Return each row's dialog after its prompt as text, by sample number. Messages of other
-        roles begin with ``[role]``.
-        """
-
-        def line(message: Message) -> str:
-            text = text_of(message["content"])
-            return text if message["role"] in ("assistant", "") else f"[{message['role']}] {text}"
-
-        return [
-            {number: "\n".join(map(line, chat)) for number, chat in row.chats.items()}
-            for row in self._rows
-        ]
-
-    @property
-    def samples(self) -> list[list[int]]:
-        """Sample number of each turn of each row."""
-        return [row.turn_samples for row in self._rows]
-
-    @property
-    def errors(self) -> list[str]:
-        """Reason why each row's reward is invalid, in one line; empty if it is valid."""
-        return [row.outcome.error for row in self._rows]
-
-    @property
-    def feedback(self) -> list[str]:
-        """What the scorer says about each row; empty if it says nothing."""
-        return [row.outcome.feedback for row in self._rows]
-
     def check_role(self, role: str) -> None:
         """Raise ``ValueError`` if the chat template rejects messages of a role after the policy's
         turn.
@@ -727,7 +698,7 @@ class LLMEnv(EnvBase):
 
     def _image_columns(self, images: Sequence[Spans]) -> dict[str, NonTensorStack]:
         """Return the images of the rows, if the model reads images."""
-        return {keys.IMAGES: _stack(images)} if self.has_images else {}
+        return {keys.IMAGES: NonTensorStack(*images)} if self.has_images else {}
 
     def _outcome_columns(self, outcomes: Sequence[Outcome], names: Sequence[str]) -> dict[str, Any]:
         """Return attributes of the outcomes as [B, 1] columns, and the parts of the rewards."""
@@ -737,7 +708,9 @@ class LLMEnv(EnvBase):
         }
         columns[keys.REWARD_VALID] = columns.pop("valid")
         if self.task.has_parts:
-            columns[keys.REWARD_PARTS[-1]] = _stack([outcome.parts for outcome in outcomes])
+            columns[keys.REWARD_PARTS[-1]] = NonTensorStack(
+                *[outcome.parts for outcome in outcomes]
+            )
         return columns
 
 
@@ -750,7 +723,3 @@ def _prompt_columns(prompts: Sequence[Tensor]) -> dict[str, TensorDictBase]:
             [TensorDict({keys.ATTENTION_MASK[-1]: row}) for row in masks]
         ),
     }
-
-
-def _stack(values: Sequence[Any]) -> NonTensorStack:
-    return NonTensorStack(*[NonTensorData(value) for value in values])

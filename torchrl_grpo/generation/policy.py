@@ -12,7 +12,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torchrl import torchrl_logger
@@ -184,50 +184,41 @@ class GenerationPolicy(TensorDictModuleBase):
         token_rows = list(tensordict.get(PROMPT[0]).reshape(-1).unbind(0))
         tokens = [row.get(PROMPT[-1]).cpu() for row in token_rows]
         requests = self._with_images(tensordict, tokens)
+        groups = tensordict.get(GROUP_ID, torch.zeros(size)).reshape(-1).tolist()
+        active = tensordict.get(STEPPING, torch.ones(size)).reshape(-1).tolist()
         with self.engine.exclusive:
             version = int(self.engine.policy_version)
-            completions = self._generate(
-                requests, self._group_ids(tensordict, size), self._active(tensordict, size)
-            )
+            completions = self._generate(requests, groups, active)
             completions = [self._rescore(*pair) for pair in zip(requests, completions, strict=True)]
         _check_finite(completions, version)
 
         rows, oldest = [], []
         for token_row, prompt, completion in zip(token_rows, tokens, completions, strict=True):
-            response = prompt.new_empty(0) if completion is None else completion.tokens
+            response, versions = completion.tokens, completion.versions
+            if versions is None:
+                versions = torch.full_like(response, version)
             full = torch.cat([prompt, response])
-            sampled = torch.ones_like(full, dtype=torch.bool)
-            sampled[: prompt.numel()] = False
-            row_log_probs = torch.zeros(full.shape, dtype=torch.float32)
-            row_versions = torch.where(sampled, version, -1)
-            if completion is not None:
-                row_log_probs[prompt.numel() :] = completion.log_probs
-                if completion.versions is not None:
-                    row_versions[prompt.numel() :] = completion.versions
-            values: dict[NestedKey, Any] = {
-                PROMPT[0]: {**token_row},
+            sampled = torch.arange(len(full)) >= len(prompt)
+            values: dict[tuple[str, str], Any] = {
                 RESPONSE: response,
                 FULL: full,
                 ATTENTION_MASK: torch.ones_like(sampled),
                 ASSISTANT_MASK: sampled,
-                LOG_PROBS: row_log_probs,
-                POLICY_VERSIONS: row_versions,
+                LOG_PROBS: torch.cat([torch.zeros(len(prompt)), completion.log_probs]),
+                POLICY_VERSIONS: torch.cat([torch.full_like(prompt, -1), versions]),
             }
             if self.params.return_kept:
-                none = torch.empty(0, self.params.top_k, dtype=torch.int32)
-                values[KEPT] = none if completion is None else completion.kept
+                values[KEPT] = completion.kept
             if self.params.return_kept_log_probs:
-                values[KEPT_LOG_PROBS] = (
-                    none.float() if completion is None else completion.kept_log_probs
-                )
-            rows.append(TensorDict(values))
-            oldest.append(row_versions[sampled].min().item() if response.numel() else version)
-        length_stopped = [
-            completion is not None and completion.finish_reason == "length"
-            for completion in completions
-        ]
-        for name in list(rows[0].keys()):
-            tensordict.set(name, _stack([row.get(name) for row in rows], shape))
+                values[KEPT_LOG_PROBS] = completion.kept_log_probs
+            row: dict[str, dict[str, Any]] = {PROMPT[0]: {**token_row}}
+            for (name, entry), value in values.items():
+                row.setdefault(name, {})[entry] = value
+            rows.append(row)
+            oldest.append(min(versions.tolist(), default=version))
+        length_stopped = [completion.finish_reason == "length" for completion in completions]
+        for name in rows[0]:
+            tensordict.set(name, _stack([TensorDict(row[name]) for row in rows], shape))
         tensordict.set(POLICY_VERSION, torch.tensor(oldest, dtype=torch.int64).reshape(*shape, 1))
         stopped = torch.tensor(length_stopped, dtype=torch.bool)
         tensordict.set(LENGTH_STOPPED, stopped.reshape(*shape, 1))
@@ -282,8 +273,8 @@ class GenerationPolicy(TensorDictModuleBase):
 
     def _generate(
         self, prompts: Sequence[Tensor | Prompt], groups: Sequence[int], active: Sequence[bool]
-    ) -> list[Completion | None]:
-        """Return one completion per row, None for inactive rows."""
+    ) -> list[Completion]:
+        """Return one completion per row, an empty one for inactive rows."""
         requests: dict[tuple[int, bytes, Spans], list[int]] = defaultdict(list)
         for row, prompt in enumerate(prompts):
             if active[row]:
@@ -293,7 +284,10 @@ class GenerationPolicy(TensorDictModuleBase):
         calls: dict[int, list[list[int]]] = defaultdict(list)
         for rows in requests.values():
             calls[len(rows)].append(rows)
-        completions: list[Completion | None] = [None] * len(prompts)
+        kept = torch.empty(0, self.params.top_k, dtype=torch.int32)
+        tokens = torch.empty(0, dtype=torch.int64)
+        nothing = Completion(tokens, tokens.float(), "stop", kept=kept, kept_log_probs=kept.float())
+        completions = [nothing] * len(prompts)
         for n, members in calls.items():
             first = [prompts[rows[0]] for rows in members]
             callback = {}
@@ -305,9 +299,9 @@ class GenerationPolicy(TensorDictModuleBase):
                     completions[row] = completion if self.cut is None else self.cut(row, completion)
         return completions
 
-    def _rescore(self, prompt: Tensor | Prompt, completion: Completion | None) -> Completion | None:
+    def _rescore(self, prompt: Tensor | Prompt, completion: Completion) -> Completion:
         """Return the completion with the log-probs of ``rescore``, if there is one."""
-        if completion is None or self.rescore is None:
+        if self.rescore is None or not len(completion.tokens):
             return completion
         full = torch.cat([tokens_of(prompt), completion.tokens])[None]
         length = torch.tensor([full.shape[1]])
@@ -324,16 +318,6 @@ class GenerationPolicy(TensorDictModuleBase):
         assert self.on_response is not None
         row = members[request][number]
         self.on_response(row, completion if self.cut is None else self.cut(row, completion))
-
-    @staticmethod
-    def _group_ids(tensordict: TensorDictBase, size: int) -> list[int]:
-        groups = tensordict.get(GROUP_ID, None)
-        return [0] * size if groups is None else groups.reshape(-1).tolist()
-
-    @staticmethod
-    def _active(tensordict: TensorDictBase, size: int) -> list[bool]:
-        stepping = tensordict.get(STEPPING, None)
-        return [True] * size if stepping is None else stepping.reshape(-1).tolist()
 
 
 def generation_of(policy: Any) -> GenerationPolicy:
@@ -352,9 +336,9 @@ def generation_of(policy: Any) -> GenerationPolicy:
     )
 
 
-def _check_finite(completions: Sequence[Completion | None], version: int) -> None:
-    log_probs = [completion.log_probs for completion in completions if completion is not None]
-    if log_probs and not torch.cat(log_probs).isfinite().all():
+def _check_finite(completions: Sequence[Completion], version: int) -> None:
+    log_probs = [completion.log_probs for completion in completions]
+    if not torch.cat(log_probs).isfinite().all():
         when = f"after step {version}, which made its weights useless: use a lower optimizer.lr"
         when = when if version else "before any step: use another model"
         raise NonFiniteError(f"the policy's log-probs are not finite {when}.")

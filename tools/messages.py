@@ -135,7 +135,7 @@ def outcome(folder: Path, text: str, gpus: int, gb: float, script: str = "sync")
     from torchrl import torchrl_logger
 
     from tests.support.configs import compose_config
-    from torchrl_grpo.assembly import layouts, run
+    from torchrl_grpo.assembly import run
     from torchrl_grpo.errors import ConfigError
     from torchrl_grpo.generation import vllm
     from torchrl_grpo.reporting.console import Console
@@ -148,9 +148,9 @@ def outcome(folder: Path, text: str, gpus: int, gb: float, script: str = "sync")
     tables: dict[str, Any] = {}
     lines: list[str] = []
 
-    def stop(layout: Any, context: Any, transfer: Any, *_: Any) -> None:
+    def stop(context: Any, transfer: Any, *_: Any) -> None:
         tables["run"] = facts(context, transfer)
-        tables["layout"] = type(layout).__name__
+        tables["layout"] = "RayLayout" if context.distributed else "LocalLayout"
         raise Ready
 
     with ExitStack() as stack:
@@ -162,8 +162,8 @@ def outcome(folder: Path, text: str, gpus: int, gb: float, script: str = "sync")
                 ):
                     enter(mock.patch.object(module, name, fake))
         enter(mock.patch.object(vllm, "require_vllm", lambda **_: None))
-        enter(mock.patch.object(layouts.LocalLayout, "make_roles", stop))
-        enter(mock.patch.object(layouts.RayLayout, "make_roles", stop))
+        enter(mock.patch.object(run, "make_in_process", stop))
+        enter(mock.patch.object(run, "make_on_ray", stop))
         enter(
             mock.patch.object(Console, "table", lambda _, name, rows: tables.update({name: rows}))
         )

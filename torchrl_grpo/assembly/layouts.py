@@ -1,6 +1,6 @@
-"""Layouts of a run: all roles in this thread, or actors on Ray.
+"""Layouts of a run: all roles in this thread, or in actors on Ray.
 
-Both make a learner, and the ``Rollouts`` of its samplers, reference models and teachers.
+Both functions make a learner, and the ``Rollouts`` of its samplers, reference models and teachers.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from torchrl import torchrl_logger
 
 from torchrl_grpo.assembly.context import Context
 from torchrl_grpo.assembly.parts import make_learner, make_reference, make_sampler, make_teacher
-from torchrl_grpo.assembly.shares import check_devices
-from torchrl_grpo.config import check_one_process
 from torchrl_grpo.host import stalls
 from torchrl_grpo.host.startup import say
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import refusing
 from torchrl_grpo.models.sharding import leave_mesh
 from torchrl_grpo.runtime.actors import make_seeded
-from torchrl_grpo.runtime.cluster import Cluster, require_ray, start
+from torchrl_grpo.runtime.cluster import Cluster, start
 from torchrl_grpo.runtime.inline_driver import InlineDriver
 from torchrl_grpo.runtime.learner import RayLearner
 from torchrl_grpo.runtime.rollouts import Rollouts
@@ -34,48 +32,36 @@ from torchrl_grpo.runtime.workers import LocalWorker, RayWorker, Worker
 from torchrl_grpo.weights import Transfer
 
 
-class LocalLayout:
-    """All roles in this thread."""
+def make_in_process(
+    context: Context, transfer: Transfer, resources: ExitStack
+) -> tuple[Learner, Rollouts]:
+    """Make the learner and the rollouts in this thread, and start them.
 
-    def check(self, context: Context) -> None:
-        """Check what this layout requires, before anything is loaded.
+    Args:
+        context: checked.
+        transfer: kind of weight transfer to the engines.
+        resources: closes everything that is made.
 
-        Raises:
-            ConfigError: a rule is broken.
-        """
-        check_devices(context)
-        check_one_process(context.config)
+    Raises:
+        ValueError: a part refuses its settings.
+    """
+    plan = context.plan
+    # small models change it
+    resources.callback(torch.set_num_threads, torch.get_num_threads())
+    if context.config.train_model.cpu_offload:
+        resources.callback(leave_mesh)
+    learner = make_learner(context.without_tests(), transfer, device=plan.train[0])
+    resources.callback(learner.close)
 
-    def make_roles(
-        self, context: Context, transfer: Transfer, resources: ExitStack
-    ) -> tuple[Learner, Rollouts]:
-        """Make the learner and the rollouts, and start them.
+    def make_worker(role: str, index: int, name: str, factory: Callable[..., Any]) -> Worker:
+        device = plan.inference[index][0] if role == "inference" else getattr(plan, role)[index]
+        return LocalWorker(name, partial(factory, device=device))
 
-        Args:
-            context: checked.
-            transfer: kind of weight transfer to the engines.
-            resources: closes everything that is made.
-
-        Raises:
-            ValueError: a part refuses its settings.
-        """
-        plan = context.plan
-        # small models change it
-        resources.callback(torch.set_num_threads, torch.get_num_threads())
-        if context.config.train_model.cpu_offload:
-            resources.callback(leave_mesh)
-        learner = make_learner(context.without_tests(), transfer, device=plan.train[0])
-        resources.callback(learner.close)
-
-        def make_worker(role: str, index: int, name: str, factory: Callable[..., Any]) -> Worker:
-            device = plan.inference[index][0] if role == "inference" else getattr(plan, role)[index]
-            return LocalWorker(name, partial(factory, device=device))
-
-        driver = InlineDriver()
-        rollouts = _make_rollouts(context, transfer, learner, driver, make_worker)
-        resources.callback(rollouts.close)
-        rollouts.start()
-        return learner, rollouts
+    driver = InlineDriver()
+    rollouts = _make_rollouts(context, transfer, learner, driver, make_worker)
+    resources.callback(rollouts.close)
+    rollouts.start()
+    return learner, rollouts
 
 
 def start_cluster(address: str | None, resources: ExitStack) -> Cluster:
@@ -86,82 +72,71 @@ def start_cluster(address: str | None, resources: ExitStack) -> Cluster:
     return cluster
 
 
-class RayLayout:
-    """Each rank, engine, reference model and teacher in its own actor.
+def make_on_ray(
+    context: Context,
+    transfer: Transfer,
+    resources: ExitStack,
+    cluster: Cluster | None,
+    watch: stalls.Watch | None,
+) -> tuple[RayLearner, Rollouts]:
+    """Make each rank, engine, reference model and teacher in its own actor, and start them.
 
     Args:
+        context: checked.
+        transfer: kind of weight transfer to the engines.
+        resources: closes everything that is made.
         cluster: the cluster that was joined; None starts one on this machine.
         watch: reports a stalled run, including its processes on Ray.
+
+    Raises:
+        ValueError: Ray has no room, or a part refuses its settings.
     """
+    torchrl_logger.info(
+        f"The weights reach the engines by inference_model.weight_transfer={transfer.name}."
+    )
+    cluster = cluster or start_cluster(None, resources)
+    plan, train, ray = context.plan, context.config.train_model, context.config.ray
+    resume = context.resume
+    options = cluster.place(plan, tensor_parallel_size=train.tensor_parallel_size)
+    cluster.check_object_store(_stored_bytes(context, transfer))
+    learner = RayLearner(
+        partial(make_learner, context.without_tests(), transfer),
+        options=options["train"],
+        tensor_parallel_size=train.tensor_parallel_size,
+        replicas=train.replicas,
+        actor_timeout_s=ray.actor_timeout_s,
+        resumed_from=None if resume is None else resume.path,
+    )
+    cluster.watch(learner.last_saved)
+    resources.callback(learner.close)
+    geometry = context.geometry
+    # An engine may take several calls at a time: tasks, an update and an evaluation.
+    is_concurrent = geometry.concurrent_tasks > 1 or geometry.in_flight != "wait"
+    sampler_callers = geometry.concurrent_tasks + 2 if is_concurrent else 1
 
-    def __init__(self, cluster: Cluster | None, watch: stalls.Watch | None) -> None:
-        self._cluster = cluster
-        self._watch = watch
+    def make_worker(role: str, index: int, name: str, factory: Callable[..., Any]) -> Worker:
+        callers = sampler_callers if role == "inference" else 1
+        actor_options = {**options[role][index], "max_concurrency": callers}
+        return RayWorker(name, factory, actor_options, ray.actor_timeout_s)
 
-    def check(self, context: Context) -> None:
-        """Check what this layout requires, before anything is loaded.
-
-        Raises:
-            ValueError: a rule is broken.
-        """
-        if self._cluster is None:
-            check_devices(context)
-        require_ray()
-
-    def make_roles(
-        self, context: Context, transfer: Transfer, resources: ExitStack
-    ) -> tuple[RayLearner, Rollouts]:
-        """Make the learner and the rollouts, and start them; see ``LocalLayout.make_roles``.
-
-        Raises:
-            ValueError: Ray has no room, or a part refuses its settings.
-        """
-        torchrl_logger.info(
-            f"The weights reach the engines by inference_model.weight_transfer={transfer.name}."
-        )
-        cluster = self._cluster or start_cluster(None, resources)
-        plan, train, ray = context.plan, context.config.train_model, context.config.ray
-        resume = context.resume
-        options = cluster.place(plan, tensor_parallel_size=train.tensor_parallel_size)
-        cluster.check_object_store(_stored_bytes(context, transfer))
-        learner = RayLearner(
-            partial(make_learner, context.without_tests(), transfer),
-            options=options["train"],
-            tensor_parallel_size=train.tensor_parallel_size,
-            replicas=train.replicas,
-            actor_timeout_s=ray.actor_timeout_s,
-            resumed_from=None if resume is None else resume.path,
-        )
-        cluster.watch(learner.last_saved)
-        resources.callback(learner.close)
-        geometry = context.geometry
-        # An engine may take several calls at a time: tasks, an update and an evaluation.
-        is_concurrent = geometry.concurrent_tasks > 1 or geometry.in_flight != "wait"
-        sampler_callers = geometry.concurrent_tasks + 2 if is_concurrent else 1
-
-        def make_worker(role: str, index: int, name: str, factory: Callable[..., Any]) -> Worker:
-            callers = sampler_callers if role == "inference" else 1
-            actor_options = {**options[role][index], "max_concurrency": callers}
-            return RayWorker(name, factory, actor_options, ray.actor_timeout_s)
-
-        driver = ThreadDriver(
-            actor_timeout_s=ray.actor_timeout_s, recovery_timeout_s=ray.recovery_timeout_s
-        )
-        rollouts = _make_rollouts(context, transfer, learner, driver, make_worker)
-        resources.callback(rollouts.close)
-        say(f"starting {sum(map(len, options.values()))} processes that load their models")
-        if plan.colocated:  # engines measure free memory, so the learner allocates its own first
-            learner.start()
-            rollouts.start()
-        else:
-            rollouts.start()
-            learner.start()
-        rollouts.wait_until_ready()
-        if (watch := self._watch) is not None:
-            watch.where = rollouts.what_is_missing
-            watch.pids = lambda: [*rollouts.pids().values(), *learner.pids]
-            watch.elsewhere = lambda: cluster.stacks(watch.pids())
-        return learner, rollouts
+    driver = ThreadDriver(
+        actor_timeout_s=ray.actor_timeout_s, recovery_timeout_s=ray.recovery_timeout_s
+    )
+    rollouts = _make_rollouts(context, transfer, learner, driver, make_worker)
+    resources.callback(rollouts.close)
+    say(f"starting {sum(map(len, options.values()))} processes that load their models")
+    if plan.colocated:  # engines measure free memory, so the learner allocates its own first
+        learner.start()
+        rollouts.start()
+    else:
+        rollouts.start()
+        learner.start()
+    rollouts.wait_until_ready()
+    if watch is not None:
+        watch.where = rollouts.what_is_missing
+        watch.pids = lambda: [*rollouts.pids().values(), *learner.pids]
+        watch.elsewhere = lambda: cluster.stacks(watch.pids())
+    return learner, rollouts
 
 
 def _stored_bytes(context: Context, transfer: Transfer) -> int:

@@ -21,12 +21,12 @@ from transformers.utils import logging as transformers_logging
 from torchrl_grpo.assembly.context import Context
 from torchrl_grpo.assembly.errors import as_config_errors
 from torchrl_grpo.assembly.geometry import geometry_rows
-from torchrl_grpo.assembly.layouts import LocalLayout, RayLayout, start_cluster
+from torchrl_grpo.assembly.layouts import make_in_process, make_on_ray, start_cluster
 from torchrl_grpo.assembly.observers import Limits, Recorder, Saver, Timeline
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.schedule import schedule_of, writes_of
-from torchrl_grpo.assembly.shares import shares
-from torchrl_grpo.config import GRPOConfig, plain, staleness_bound
+from torchrl_grpo.assembly.shares import check_devices, shares
+from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
 from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host import stalls
 from torchrl_grpo.host.checkpoint_files import check_unused
@@ -43,6 +43,7 @@ from torchrl_grpo.loop import Observer, Schedule, fit
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.signal import Signal
+from torchrl_grpo.runtime.cluster import require_ray
 from torchrl_grpo.runtime.learner import RayLearner
 from torchrl_grpo.runtime.rollouts import Rollouts
 from torchrl_grpo.tasks.base import Task
@@ -202,8 +203,12 @@ def build(
             distributed=asynchronous or cluster is not None,
         )
         config, plan = context.config, context.plan
-        layout = RayLayout(cluster, watch) if context.distributed else LocalLayout()
-        layout.check(context)
+        if cluster is None:
+            check_devices(context)
+        if context.distributed:
+            require_ray()
+        else:
+            check_one_process(config)
         transfer = transfer_kind(
             config.inference_model.weight_transfer,
             on_device=ENGINES[config.inference_model.backend].weights_on_device,
@@ -220,7 +225,11 @@ def build(
             done = 0 if resume is None else resume.step
             logger.truncate(done + 1 if done else 0)
             Checkpointer(directory / "checkpoints", {}).begin(done)
-        learner, rollouts = layout.make_roles(context, transfer, resources)
+        learner: Learner | RayLearner
+        if context.distributed:
+            learner, rollouts = make_on_ray(context, transfer, resources, cluster, watch)
+        else:
+            learner, rollouts = make_in_process(context, transfer, resources)
         time_limit = config.train.time_limit
         reference_version = 0
         if resume and config.has_own_reference:

@@ -185,6 +185,12 @@ PAIRS = [
     (r"\boxed{7 \mathrm{cm}^2}", r"20 $\mathrm{cm}^{2}$", False),
     (r"\boxed{3\sqrt{2}}", r"3 $\sqrt{2}$", True),
     (r"\boxed{\sqrt{2}}", r"3 $\sqrt{2}$", False),
+    ("The answer is 2:1.", "2:1", True),
+    ("The answer is 2:3", "2:1", False),
+    ("so 3 <answer> 5 </answer>", "5", True),
+    ("<think>5</think><answer>3</answer> 5", "5", False),
+    (r"<answer>\frac{10}{2}</answer>", "5", True),
+    (r"\boxed{5 \text{ million}}", "5000000", True),
     ("no answer at all", "72", False),
     ("", "72", False),
 ]

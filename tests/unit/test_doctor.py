@@ -99,7 +99,7 @@ def test_a_scorer_that_fails_and_one_that_gives_nothing_are_told_apart(
         "def never(response): return None\n"
         "def right(response, answer): return 1.0 if response == answer else None\n"
         "def long(response): return float(len(response)) if response != 'I do not know.' else 1 / 0\n"
-        "def nothing(response): return 0.0\n"
+        "def nothing(response, tokens): return 0.0 / len(tokens)\n"
     )
     for name, problem in {"broken": "no judge", "never": "return 0.0", "long": "division"}.items():
         passed, table = tried(capsys, tmp_path, f"env.reward={tmp_path}/rewards.py:{name}")

@@ -25,9 +25,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tests.support.configs import compose_config
 from tests.support.families import make_family
 from tests.support.models import make_tiny_model
+from torchrl_grpo.config import ConfigError
 from torchrl_grpo.extras.hints import hub
+from torchrl_grpo.extras.hints.models import check_models
 from torchrl_grpo.generation import SamplingParams
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import TokenScorer
@@ -459,6 +462,14 @@ def test_a_folder_of_a_run_names_the_model_to_use(
         loading.load_config(name)
     assert f"model.name={name} must be a folder with a whole model" in str(error.value)
     assert use in str(error.value)
+
+
+@pytest.mark.parametrize("models", ["/no/m,starter", "starter,/no/m"])
+def test_the_names_of_all_teachers_are_checked(models: str) -> None:
+    first, second = models.split(",")
+    entries = f"[{{model: {first}, datasets: [a]}}, {{model: {second}, datasets: [b]}}]"
+    with pytest.raises(ConfigError, match=r"teacher\.model=/no/m must be a folder"):
+        check_models(compose_config("algo=distill", f"teachers={entries}"))
 
 
 def test_a_name_like_one_in_the_cache_is_suggested(

@@ -371,6 +371,8 @@ def test_a_written_fraction_is_read_exactly(numerator: int, denominator: int) ->
         ("it is 10^3", None),
         ("it is 1e5", None),
         ("it is 3½", None),
+        ("so it is __18__", "18"),
+        ("it is 18_000", None),
         ("it has 100 m2", None),
         ("it is 5 or 6", None),
         ("1 2 3", "3"),

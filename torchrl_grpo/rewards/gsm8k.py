@@ -53,7 +53,7 @@ _LATEX = (
     (re.compile(r"\b(?:USD|EUR|GBP|INR|Rs\.?|US(?=\$))", re.I), ""),
 )
 _LAST = re.compile(
-    rf"(?:(?<![\w).])[{''.join(_MINUS)}])?[{_CURRENCY}]?(?<![\w.^/])"
+    rf"(?:(?<![\w).])[{''.join(_MINUS)}])?[{_CURRENCY}]?(?<![^\W_])(?<![.^/])(?<![0-9]_)"
     rf"(?:(?:[0-9]{{1,40}} +)?[0-9]{{1,40}}/[0-9]{{1,40}}|{_NUMBER.pattern})"
 )
 

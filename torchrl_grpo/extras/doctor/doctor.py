@@ -297,6 +297,7 @@ def _scoring(config: GRPOConfig, tasks: Sequence[Task], check: Check) -> None:
             problem,
             [response],
             [*task.messages(problem), {"role": "assistant", "content": response}],
+            tokens=range(8),
             raw=response,
         )
         for problem in problems.values()

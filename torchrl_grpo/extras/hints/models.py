@@ -23,10 +23,10 @@ def check_models(config: GRPOConfig) -> None:
     Raises:
         ConfigError: there is no such model.
     """
-    fields = {"model.name": config.model.source}
+    fields = [("model.name", config.model.source)]
     for index in range(config.num_teachers):
-        fields |= {"teacher.model": config.of_teacher(index).teacher_source or ""}
-    for field, name in fields.items():
+        fields.append(("teacher.model", config.of_teacher(index).teacher_source or ""))
+    for field, name in fields:
         with _naming(field):
             check_model_name(name)
 

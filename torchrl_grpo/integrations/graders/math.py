@@ -28,6 +28,7 @@ from typing import Any
 
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.host.children import PipedChild, serve_connection
+from torchrl_grpo.rewards.gsm8k import tagged_answer
 
 CPU_LIMIT_S = 3.0
 """CPU time limit of a comparison, in seconds. An answer that takes longer has no valid reward."""
@@ -73,7 +74,7 @@ _MARKS = re.compile(r"(?<![\w)\]}])\*\*([^*\n]+)\*\*(?![\w(\[{])|`([^`\n]+)`")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|~)(?=[0-9]{3}(?![0-9]))")
 _PERCENT = re.compile(r"(?<=[0-9}]) *\\?%")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_SCALE = re.compile(rf"(?<=[0-9])(?:\\text\{{)? *({'|'.join(_SCALES)})s?\b\}}?")
+_SCALE = re.compile(rf"(?<=[0-9]) *(?:\\text\{{)? *({'|'.join(_SCALES)})s?\b\}}?")
 _MIXED = re.compile(r"(?<![\w./^{])([0-9]{1,9}) +([0-9]{1,9})/([0-9]{1,9})(?![0-9/^]|\.[0-9])")
 _NUMBER = r"-?[0-9]+(?:[.,/][0-9]+)?"
 _LIST = re.compile(
@@ -90,6 +91,7 @@ _UNIT = re.compile(
 )
 _ANSWER_PHRASE = re.compile(r"\banswer\b(?: is)?:?", re.I)
 _TIME = re.compile(r"([0-9]{1,2}):([0-5][0-9])")
+_RATIO = re.compile(r"[0-9]{1,9}:[0-9]{1,9}")
 
 
 def math(response: str, answer: str) -> bool | None:
@@ -150,10 +152,13 @@ def _as_one_formula(reference: str) -> str:
 
 
 def _answer_text(response: str) -> str:
-    r"""Return the ``\boxed{}`` in the last line that has one, else the end of the response."""
+    r"""Return the ``\boxed{}`` in the last line that has one, else the last ``<answer>`` or the end
+    of the response.
+    """
     boxed = response.rfind(r"\boxed")
     if boxed < 0:
-        return _mark_as_latex(_normalized(response[-_READ:].rpartition("####")[2]))
+        text = tagged_answer(response)[1] or response[-_READ:].rpartition("####")[2]
+        return _mark_as_latex(_normalized(text[-_READ:]))
     start = max(response.rfind("\n", 0, boxed) + 1, boxed - _READ // 2)
     line = _normalized(response[start : start + _READ].strip())
     contents = [_in_braces(part) for part in line.split(r"\boxed")[1:]]
@@ -173,8 +178,8 @@ def _in_braces(text: str) -> str | None:
 
 
 def _mark_as_latex(text: str) -> str:
-    """Mark algebra, a list of numbers or a time in the last line, as in "The answer is 2x + 2", as
-    LaTeX, unless the text has LaTeX.
+    """Mark algebra, a list of numbers, a time or a ratio in the last line, as in "The answer is
+    2x + 2", as LaTeX, unless the text has LaTeX.
 
     In plain text, math-verify reads only numbers, and no numbers after an escaped dollar.
     """
@@ -192,7 +197,7 @@ def _mark_as_latex(text: str) -> str:
     )
     if _LIST.fullmatch(answer):
         return f"${re.sub(' (?:or|and) ', ', ', answer)}$"
-    return f"${answer.replace('**', '^')}$" if is_algebra or _TIME.fullmatch(answer) else text
+    return f"${answer.replace('**', '^')}$" if is_algebra or _RATIO.fullmatch(answer) else text
 
 
 class _Judge:

@@ -201,6 +201,8 @@ def test_weights_arrive_on_the_workers_device_in_any_thread(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
     worker: Any = Worker()
     worker.device, worker.vllm_config = torch.device("cuda:1"), None
+    # As in vLLM's own ``finish_weight_update``: LoRA state of the old weights is dropped.
+    worker.model_runner = SimpleNamespace(reset_lora_state=partial(calls.append, "lora"))
     assert worker.receive("nccl", None, {}, True, True, deadline_s=30) == ""
     start, finish = names
-    assert calls == [start, worker.device, finish, "repair", "synchronize"]
+    assert calls == [start, worker.device, finish, "lora", "repair", "synchronize"]

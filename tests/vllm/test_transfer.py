@@ -5,8 +5,10 @@ or corrupts weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from torchrl_grpo.models.loading import CheckpointModel
 from torchrl_grpo.weights import EitherHandle, Transfer, make_sender, named_weights
 from torchrl_grpo.weights.adapters import AdapterHandle
 from torchrl_grpo.weights.handle import DirectHandle
+from torchrl_grpo.weights.shared import SharedWeights
 
 PARAMS = SamplingParams(max_new_tokens=8)
 CONTEXT, ROUNDING = 256, 1e-4
@@ -165,3 +168,40 @@ def test_adapters_of_unknown_names_are_added_on_the_host(engine: VLLMBase) -> No
     assert not engine._merges(
         replace(sent, layers=(("model.experts.gate_up_proj", 1.0), *sent.layers))
     )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_block_is_pinned_while_a_card_loads_it_without_mtp_layers(
+    device: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The registration itself needs a card, so vLLM's function for it is replaced."""
+    from vllm.model_executor.model_loader.mtp_validation import is_mtp_completeness_check_enabled
+
+    from torchrl_grpo.weights import transfer_engine
+
+    calls: list[Any] = []
+
+    def load_weights(weights: Any) -> None:
+        checks_mtp = is_mtp_completeness_check_enabled()
+        calls.append(({name: value.sum().item() for name, value in weights}, checks_mtp))
+        if fails:
+            raise ValueError("no such weight")
+
+    def register(place: int, size: int) -> bool:
+        calls.append(("pinned", size))
+        return True
+
+    host = SimpleNamespace(host_register=register, host_unregister=lambda _: calls.append("freed"))
+    monkeypatch.setattr(transfer_engine, "_host", host)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: calls.append("synchronized"))
+    engine: Any = object.__new__(transfer_engine.ObjectStoreEngine)
+    engine.device, engine.model = torch.device(device), SimpleNamespace(load_weights=load_weights)
+    shared = SharedWeights([("norm", torch.ones(3)), ("embed", torch.ones(4, 2))], torch.float32)
+    with pytest.raises(ValueError, match="no such weight") if fails else nullcontext():
+        engine.receive_weights(transfer_engine.UpdateInfo(**next(shared.block.updates())))
+    shared.close()
+    loaded = ({"norm": 3.0, "embed": 8.0}, False)
+    on_card = [("pinned", 44), loaded, "synchronized", "freed"]
+    assert calls == ([loaded] if device == "cpu" else on_card)
+    assert is_mtp_completeness_check_enabled()

@@ -5,6 +5,9 @@ set.
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,3 +94,76 @@ def test_the_number_of_sequences_is_raised_and_never_lowered(
         str(starter_path()), {"num_sequences": num_sequences, "enforce_eager": True}
     )
     assert arguments.get("max_num_seqs") == value
+
+
+ON_AN_H100 = """
+import json, sys, types
+for name in ("vllm._C_stable_libtorch", "vllm.cumem_allocator"):
+    sys.modules[name] = types.ModuleType(name)  # kernels, which only a CUDA build has
+import vllm.platforms
+from vllm.platforms.cuda import NonNvmlCudaPlatform
+from vllm.platforms.interface import DeviceCapability
+
+class H100(NonNvmlCudaPlatform):
+    get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+    get_device_name = classmethod(lambda cls, device_id=0: "NVIDIA H100 80GB HBM3")
+    get_device_total_memory = classmethod(lambda cls, device_id=0: 80 * 2**30)
+    device_count = classmethod(lambda cls: 1)
+    num_compute_units = classmethod(lambda cls, device_id=0: 132)
+    is_cumem_allocator_available = lambda self: True
+
+vllm.platforms._current_platform = H100()
+from torchrl_grpo.generation.vllm import engine_arguments
+from torchrl_grpo.starter import starter_path
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.usage.usage_lib import UsageContext
+
+def made(kind, **settings):
+    settings = {"num_sequences": 2000, "gpu_memory_utilization": 0.4, "max_model_len": 512} | settings
+    _, arguments = engine_arguments(str(starter_path()), settings)
+    config = kind(**arguments, **own[kind]).create_engine_config(UsageContext.LLM_CLASS)
+    model = config.model_config
+    return {
+        "device": config.device_config.device_type,
+        "dtypes": [str(model.dtype), str(model.head_dtype)],
+        "lengths": [model.max_model_len, config.scheduler_config.max_num_seqs],
+        "log-probs": [model.logprobs_mode, model.max_logprobs],
+        "sleeps": model.enable_sleep_mode,
+        "share": config.cache_config.gpu_memory_utilization,
+        "graphs": config.compilation_config.cudagraph_mode.name,
+        "worker": config.parallel_config.worker_extension_cls,
+    }
+
+own = {EngineArgs: {"enable_sleep_mode": True}, AsyncEngineArgs: {}}
+both = [made(EngineArgs, dtype="bfloat16", max_logprobs=50), made(AsyncEngineArgs, enforce_eager=True)]
+print("\\n" + json.dumps(both))
+"""
+"""Make the engine configs of both engines as on an H100, in a process that takes its platform for
+one: vLLM's modules read the platform while they are imported.
+"""
+
+
+@pytest.mark.slow
+def test_vllm_accepts_our_arguments_on_a_simulated_h100() -> None:
+    command = [sys.executable, "-c", ON_AN_H100]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    inline, concurrent = json.loads(done.stdout.splitlines()[-1])
+    common = {
+        "device": "cuda",
+        "lengths": [512, 2000],
+        "share": 0.4,
+        "worker": "torchrl_grpo.weights.worker.WeightSyncExtension",
+    }
+    assert inline == common | {
+        "dtypes": ["torch.bfloat16", "torch.float32"],
+        "log-probs": ["processed_logprobs", 50],
+        "sleeps": True,
+        "graphs": "FULL_AND_PIECEWISE",
+    }
+    assert concurrent == common | {
+        "dtypes": ["torch.float32", "torch.float32"],
+        "log-probs": ["processed_logprobs", 20],
+        "sleeps": False,
+        "graphs": "NONE",
+    }

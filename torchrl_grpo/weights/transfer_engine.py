@@ -4,7 +4,8 @@ in its workers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -19,6 +20,8 @@ from torchrl_grpo.weights.shared import SharedBlock
 
 _base: Any = import_module("vllm.distributed.weight_transfer.base")
 _loader: Any = import_module("vllm.model_executor.model_loader")
+_host: Any = import_module("vllm.v1.kv_offload.cpu.host_register")
+_mtp: Any = import_module("vllm.model_executor.model_loader.mtp_validation")
 _reload: Any = import_module("vllm.model_executor.model_loader.reload")
 
 
@@ -74,10 +77,12 @@ class ObjectStoreEngine(_base.WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        weights = update_info.weights()
-        if update_info.layers:
-            weights = self._merged(weights, update_info)
-        self.loaded = self.model.load_weights(weights) or set()
+        # The trained model has no layers for speculative decoding.
+        block = _pinned(update_info.weights(), self.device)
+        with block as weights, _mtp.disable_mtp_completeness_check():
+            if update_info.layers:
+                weights = self._merged(weights, update_info)
+            self.loaded = self.model.load_weights(weights) or set()
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of the checkpoint that the engine was started from, read from its
@@ -87,7 +92,7 @@ class ObjectStoreEngine(_base.WeightTransferEngine):
         return loader.get_all_weights(self.model_config, self.model)
 
     def _merged(
-        self, matrices: Iterator[tuple[str, Tensor]], info: UpdateInfo
+        self, matrices: Iterable[tuple[str, Tensor]], info: UpdateInfo
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the base weights with adapters added, on this worker's device."""
         deltas = deltas_of(info.layers, matrices, self.device)
@@ -97,3 +102,18 @@ class ObjectStoreEngine(_base.WeightTransferEngine):
 
     def shutdown(self) -> None:
         pass
+
+
+@contextmanager
+def _pinned(weights: Iterator[tuple[str, Tensor]], device: torch.device) -> Iterator[list[Any]]:
+    """Context with the weights of a block by name, while its memory is pinned for a CUDA device."""
+    named = list(weights)
+    memory = named[0][1].untyped_storage()
+    place = memory.data_ptr()
+    pinned = device.type == "cuda" and _host.host_register(place, memory.nbytes())
+    try:
+        yield named
+    finally:
+        if pinned:
+            torch.cuda.synchronize(device)  # copies may still read the block
+            _host.host_unregister(place)

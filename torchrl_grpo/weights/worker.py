@@ -186,6 +186,7 @@ def _take(
         if last:
             engine.finish_weight_update()
             worker.unfinished = None
+            worker.model_runner.reset_lora_state()  # as vLLM's own ``finish_weight_update`` does
             _repair(worker)
     if on_cuda:
         torch.cuda.synchronize()  # the model runs on another thread's stream

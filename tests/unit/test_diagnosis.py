@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
 
 from tests.support.configs import compose_config
@@ -339,3 +340,46 @@ def test_the_gradient_noise_scale_is_found_from_adams_moments() -> None:
     assert estimates[0] is None and float(estimates[-1]) == pytest.approx(4 / 0.5**2, rel=0.15)
     plain = torch.optim.SGD(weights, lr=1e-6)
     assert set(measures.after(measures.before(), plain, 300, 8)) == {"update_size"}
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations other than views."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_measures_are_exact_and_take_no_operation_per_parameter(dtype: torch.dtype) -> None:
+    numbers = []
+    for count in (2, 20):
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(30, 20, dtype=dtype)) for _ in range(count)]
+        optimizer = torch.optim.AdamW(weights, lr=1e-2, betas=(0.5, 0.9))
+        measures = StepMeasures(weights)
+        with Operations() as operations:
+            before = measures.before()
+        old = torch.cat([weight.detach().double() for weight in weights])
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        with operations:
+            metrics = measures.after(before, optimizer, 10, 8)
+        numbers.append(operations.number)
+        new = torch.cat([weight.detach() for weight in weights])
+        change = (new - old.to(dtype)).double()
+        assert float(metrics["update_size"]) == pytest.approx(float(change.norm() / old.norm()))
+        mean, square = (
+            torch.cat([optimizer.state[weight][name].double() for weight in weights])
+            for name in ("exp_avg", "exp_avg_sq")
+        )
+        signal = mean.square().sum() / (1 - 0.5**10) ** 2
+        noise_share = 0.5 / 1.5 * (1 + 0.5**10) / (1 - 0.5**10)
+        variance = (square.sum() / (1 - 0.9**10) - signal) / (1 - noise_share)
+        signal = signal - noise_share * variance
+        scale = float(8 * variance / signal) if signal > 0 else math.inf
+        assert float(metrics["grad_noise_scale"]) == pytest.approx(scale, rel=1e-5)
+    assert numbers[0] == numbers[1]

@@ -28,9 +28,15 @@ FileReader: Any = torch._C.PyTorchFileReader
 """The reader of ``torch.load``: its view of a zip file's records is the only one that counts."""
 
 
-def norms(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the 2-norm of each tensor, computed together."""
-    return tuple(torch._foreach_norm(list(tensors)))
+def norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
+    """Return the norm of each tensor, computed together in float32 or wider, [number of tensors]."""
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch.stack(list(torch._foreach_norm(list(tensors), order, dtype=dtype)))
+
+
+def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return a copy of each tensor, made together."""
+    return tuple(torch._foreach_mul(list(tensors), 1.0))
 
 
 def differences(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -33,7 +33,7 @@ from torchrl_grpo.generation.fused_decoder import FusedDecoder, can_fuse
 from torchrl_grpo.generation.sampling import sample
 from torchrl_grpo.generation.stops import ending
 from torchrl_grpo.host.memory import memory_short
-from torchrl_grpo.host.threads import use_one_thread_if_small
+from torchrl_grpo.host.threads import limit_threads
 from torchrl_grpo.images import Prompt, tokens_of
 from torchrl_grpo.weights import load_weights
 
@@ -87,7 +87,7 @@ class TransformersEngine(Engine):
         own: Any = deepcopy(model) if copy else model
         own = own.merge_and_unload() if hasattr(own, "merge_and_unload") else own
         self.model: PreTrainedModel = own.requires_grad_(False).eval()
-        use_one_thread_if_small(self.model)
+        limit_threads(self.model)
         self._kv_cache_bytes = kv_cache_bytes
         self._context = context_length(self.model.config)
         self._vocab_size = self.model.get_output_embeddings().weight.shape[0]

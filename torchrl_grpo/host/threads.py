@@ -14,8 +14,9 @@ one another by spinning, which makes a step ten times slower once something else
 """
 
 
-def use_one_thread_if_small(model: nn.Module) -> None:
-    """Use one thread if the model is small and on a CPU, unless ``OMP_NUM_THREADS`` is set.
+def limit_threads(model: nn.Module) -> None:
+    """Use one CPU thread if the model is on an accelerator, where the CPU only prepares small
+    tensors, or small and on a CPU, unless ``OMP_NUM_THREADS`` is set.
 
     It applies to the whole process from then on, because the backward pass and the optimizer use as
     many threads as the forward pass. ``torch.set_num_threads`` undoes it.
@@ -25,11 +26,10 @@ def use_one_thread_if_small(model: nn.Module) -> None:
     """
     import torch
 
+    if "OMP_NUM_THREADS" in os.environ:
+        return
     parameters = list(model.parameters())
-    on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
-    if (
-        on_cpu
-        and "OMP_NUM_THREADS" not in os.environ
-        and sum(map(torch.numel, parameters)) < _SMALL
-    ):
+    devices = {parameter.device.type for parameter in parameters}
+    is_small = devices <= {"cpu"} and sum(map(torch.numel, parameters)) < _SMALL
+    if is_small or not devices & {"cpu", "meta"}:  # offloaded weights are trained on the CPU
         torch.set_num_threads(1)

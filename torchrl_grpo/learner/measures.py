@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from torchrl_grpo import keys
-from torchrl_grpo.compat.torch import differences, first_place, norms
+from torchrl_grpo.compat.torch import copies, differences, first_place, norms
 from torchrl_grpo.learner.optimizer import has_small_states
 from torchrl_grpo.models.sharding import local_part
 
@@ -40,9 +40,9 @@ class StepMeasures:
         self._over_ranks = over_ranks
 
     @torch.no_grad()
-    def before(self) -> list[Tensor]:
+    def before(self) -> tuple[Tensor, ...]:
         """Return the numbers before a step, for ``after``."""
-        return [part.clone() for part in self._few(self._parameters)]
+        return copies(self._few(self._parameters))
 
     @torch.no_grad()
     def after(
@@ -69,8 +69,9 @@ class StepMeasures:
             states = []
         if states:
             sums["of_mean"] = _squares(self._few([state["exp_avg"] for state in states]))
+            # None is negative, so that the 1-norm is the sum.
             squares = self._few([state["exp_avg_sq"] for state in states])
-            sums["of_square"] = torch.stack([square.sum() for square in squares]).sum()
+            sums["of_square"] = norms(squares, 1.0).sum()
         sums = self._over_ranks(sums)
         metrics = {"update_size": (sums["changed"] / sums["size"].clamp(min=1e-30)).sqrt()}
         if not states:
@@ -115,7 +116,7 @@ def _first_numbers(parameter: Tensor) -> tuple[slice, ...]:
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of the squares of all numbers."""
-    return torch.stack([norm.float() for norm in norms(tensors)]).square().sum()
+    return norms(tensors).square().sum()
 
 
 _NAMES = {"trainer": keys.CUR_LOG_PROBS, "entropy": keys.ENTROPY}

@@ -28,7 +28,7 @@ import torchrl_grpo.models.attention  # noqa: F401  registers itself
 from torchrl_grpo import keys
 from torchrl_grpo.checks import MIN_TEMPERATURE, exact_context
 from torchrl_grpo.compat.transformers import attention_of
-from torchrl_grpo.host.threads import use_one_thread_if_small
+from torchrl_grpo.host.threads import limit_threads
 from torchrl_grpo.images import Prompt as ImagePrompt
 from torchrl_grpo.images import Spans
 from torchrl_grpo.images.families import family_of, language_model_of
@@ -134,7 +134,7 @@ class TokenScorer(TensorDictModuleBase):
         self.temperature = temperature
         self.max_chunk_elements = max_chunk_elements
         self._image_features = None if family_of(base.config) is None else ImageFeatures(base)
-        use_one_thread_if_small(base)
+        limit_threads(base)
         if base.device.type != "meta" and mesh_of(base) is None:
             check_scorer(self)
 

@@ -105,7 +105,9 @@ class ObjectStoreEngine(_base.WeightTransferEngine):
 
 
 @contextmanager
-def _pinned(weights: Iterator[tuple[str, Tensor]], device: torch.device) -> Iterator[list[Any]]:
+def _pinned(
+    weights: Iterator[tuple[str, Tensor]], device: torch.device
+) -> Iterator[Iterable[tuple[str, Tensor]]]:
     """Context with the weights of a block by name, while its memory is pinned for a CUDA device."""
     named = list(weights)
     memory = named[0][1].untyped_storage()

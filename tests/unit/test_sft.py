@@ -640,7 +640,7 @@ def test_rows_that_nothing_scores_need_no_reward(tmp_path: Path) -> None:
         ),
         (
             ["algo=sft", "policy.teacher_coef=1", "teacher.model=starter"],
-            r"policy\.teacher_divergence=sampled must be left out with",
+            r"policy\.teacher_divergence=sampled must be over the vocabulary with",
         ),
         *(
             (

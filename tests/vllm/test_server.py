@@ -137,6 +137,7 @@ def test_a_judge_behind_vllm_serve_rates_responses(address: str) -> None:
 
 
 def test_a_teacher_behind_vllm_serve_scores_as_the_model_does(address: str, folder: Path) -> None:
+    """All but the log-prob of the tokens that are not among the likely ones, see ``Teacher``."""
     scorer = TokenScorer(taught(folder))
     ServedTeacher.check(address, vocabulary=261, longest=2047, top_k=4)
     with pytest.raises(
@@ -154,7 +155,8 @@ def test_a_teacher_behind_vllm_serve_scores_as_the_model_does(address: str, fold
         for here, there in zip(
             local(sampled()).unbind(0), served(sampled()).unbind(0), strict=True
         ):
-            torch.testing.assert_close(there[key], here[key], rtol=0, atol=1e-4)
+            expected = here[key] if key == keys.TEACHER_LOG_PROBS else here[key][:, :8]
+            torch.testing.assert_close(there[key], expected, rtol=0, atol=1e-4)
 
 
 def sampled() -> TensorDictBase:

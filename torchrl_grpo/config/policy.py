@@ -190,8 +190,8 @@ RULES = (
     ),
     Rule(
         "policy.teacher_divergence",
-        WITH_SFT,
-        "it is for responses that the policy sampled",
+        "must be over the vocabulary with policy.demonstrations=true (algo=sft)",
+        "use policy.teacher_divergence=reverse",
         lambda c: c.policy.demonstrations and c.needs_teacher and not c.teacher_in_loss,
     ),
     Rule(

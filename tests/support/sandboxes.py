@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from torchrl_grpo.integrations.graders.code import judging
-from torchrl_grpo.sandbox import Limits
+from torchrl_grpo.integrations.sandbox import Limits
 
 
 def run_python(program: str, stdin: str = "", limits: Limits | None = None) -> SimpleNamespace:

@@ -21,7 +21,7 @@ from tests.support.scripts import SMALL
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.integrations.graders import code as rewards
 from torchrl_grpo.integrations.graders.code import program_in
-from torchrl_grpo.sandbox import Limits, isolation, runner
+from torchrl_grpo.integrations.sandbox import Limits, isolation, runner
 from torchrl_grpo.tasks.base import Dialog
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -256,7 +256,7 @@ def test_a_temporary_folder_may_have_any_name(tmp_path: Path) -> None:
     folder = tmp_path / "a folder with 'quotes'"
     folder.mkdir()
     script = (
-        "import tests.support.sandboxes as s\nfrom torchrl_grpo.sandbox import isolation\n"
+        "import tests.support.sandboxes as s\nfrom torchrl_grpo.integrations.sandbox import isolation\n"
         "print(isolation(), s.run_python('print(42)').output)\n"
     )
     environment = os.environ | {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
@@ -338,7 +338,7 @@ def test_a_program_has_no_memory_beside_its_address_space(make: str) -> None:
 def test_an_ordinary_user_has_namespaces_too() -> None:
     """Namespaces of an ordinary user are made inside a user namespace, which root does not need."""
     said = (
-        "import tests.support.sandboxes as s\nfrom torchrl_grpo.sandbox import isolation\n"
+        "import tests.support.sandboxes as s\nfrom torchrl_grpo.integrations.sandbox import isolation\n"
         "print(isolation())\n"
     )
     tried = [

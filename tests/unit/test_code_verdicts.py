@@ -15,8 +15,8 @@ import pytest
 
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.integrations.graders import code as rewards
+from torchrl_grpo.integrations.sandbox import Limits, isolation
 from torchrl_grpo.reward_pool import Failure
-from torchrl_grpo.sandbox import Limits, isolation
 
 code = partial(rewards.code, sandbox="auto")
 DOUBLE = {"inputs": ["3\n"], "outputs": ["6\n"]}

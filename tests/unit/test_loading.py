@@ -506,6 +506,9 @@ def test_a_hub_out_of_reach_is_asked_once_and_then_only_its_cache(
         loading.load_config("org/other")
     with pytest.raises(ValueError, match=r"env\.dataset=org/data .*cannot be reached"):
         DatasetTask("org/data").problems("train")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    (tmp_path / "Org___my_data-1").mkdir()  # as the datasets library names it
+    hub.check_hub("Org/MyData-1", "dataset")
     [line] = [record for record in caplog.records if record.levelname == "WARNING"]
     assert f"127.0.0.1:{port} cannot be reached (Connection refused)" in line.getMessage()
     assert constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE

@@ -16,12 +16,12 @@ import pytest
 from tests.support.configs import compose_config
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.integrations.sandbox import Limits, isolation, runner
+from torchrl_grpo.integrations.sandbox.python_tool import Python
+from torchrl_grpo.integrations.sandbox.session import Session
 from torchrl_grpo.reward_pool import RewardPool
-from torchrl_grpo.sandbox import Limits, isolation, runner
-from torchrl_grpo.sandbox.session import Session
 from torchrl_grpo.tasks.base import Dialog, Task
 from torchrl_grpo.tasks.with_environment import WithEnvironment
-from torchrl_grpo.tools.python import Python
 
 TOOLS = ("env.tools=[python]", "env.max_turns=4")
 
@@ -118,7 +118,7 @@ def test_it_ends_with_the_process_that_started_it() -> None:
     code = """
 import os, threading
 from torchrl_grpo.host.processes import descendants
-from torchrl_grpo.sandbox.session import Session
+from torchrl_grpo.integrations.sandbox.session import Session
 session = Session()
 asking = threading.Thread(target=session.run, args=("x = 1",))
 asking.start()

@@ -180,14 +180,12 @@ def _with_sandbox(
     reward_runs_programs = any(_runs_programs(data.reward) for data in (env, *datasets, *tests))
     if not reward_runs_programs and PYTHON not in env.tools:
         return env, tests
-    from torchrl_grpo.sandbox import isolation, require_isolation
-
     try:
-        require_isolation(env.sandbox)
+        isolation = load_extra("require_isolation")(env.sandbox)
     except RuntimeError as error:
         raise ValueError(str(error).replace("sandbox=", "env.sandbox=")) from error
     user = "reward 'code'" if reward_runs_programs else f"tool '{PYTHON}'"
-    if isolation() == "namespaces":
+    if isolation == "namespaces":
         say(f"{user} runs programs in kernel namespaces: no network, no files except Python's")
     else:
         _log.warning(
@@ -263,9 +261,9 @@ def _with_python(task: Task, env: EnvConfig, tools: Sequence[Callable[..., Any]]
     other tools.
     """
     from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
-    from torchrl_grpo.tools.python import Python
 
-    make = update_wrapper(partial(Python, env.sandbox), Python)
+    python = load_extra("python_tool")
+    make = update_wrapper(partial(python, env.sandbox), python)
     kind = Kind(make, tools, _tool_parser(env), "env.tools")
     return WithEnvironment(task, {"": kind}, judged=True, at_a_time=env.environments_at_a_time)
 

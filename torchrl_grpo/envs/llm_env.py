@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl import torchrl_logger
 from torchrl.envs import EnvBase
@@ -269,7 +269,7 @@ class LLMEnv(EnvBase):
                 **self._image_columns(list(map(images_of, prompts))),
                 keys.GROUP_ID: torch.tensor([row.drawn.group for row in self._rows]).unsqueeze(-1),
                 "text": TensorDict(
-                    {"response": NonTensorStack(*[""] * len(blank))}, self.batch_size
+                    {"response": NonTensorData("", self.batch_size)}, self.batch_size
                 ),
                 **columns,
             },

@@ -27,9 +27,11 @@ EXTRAS = {
     "model_card": "torchrl_grpo.extras.export.card:model_card",  # of an exported model
     "objective": "torchrl_grpo.extras.report.summary:objective",  # of a sweep
     "openenv": "torchrl_grpo.integrations.openenv:OpenEnvKind",  # env.environment=openenv:...
+    "python_tool": "torchrl_grpo.integrations.sandbox.python_tool:Python",  # env.tools=[python]
     "reasoning_gym": "torchrl_grpo.integrations.reasoning_gym:ReasoningGymTask",
     "refuse_arguments": "torchrl_grpo.integrations.torchrl_arguments:refuse_arguments",
     "report": "torchrl_grpo.extras.report.report:write_report",  # at the end of a run
+    "require_isolation": "torchrl_grpo.integrations.sandbox:require_isolation",  # env.sandbox
     "reward_form": "torchrl_grpo.integrations.reward_forms:reward_form",  # of TRL and verl
     "same_as": "torchrl_grpo.extras.peers:same_as",  # in the error for an unknown key
     "served_teacher": "torchrl_grpo.integrations.served_teacher:ServedTeacher",  # teacher.address

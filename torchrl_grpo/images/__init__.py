@@ -87,16 +87,6 @@ class ImageFile:
         (width, height), orientation = self._read(lambda image: (image.size, _orientation(image)))
         return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
 
-    @property
-    def is_recognized(self) -> bool:
-        """Whether the file has one of the formats that are read; it may be broken."""
-        from PIL import UnidentifiedImageError
-
-        try:
-            return bool(self.size)
-        except ValueError as error:
-            return not isinstance(error.__cause__, UnidentifiedImageError)
-
     def check_size(self, most: int) -> None:
         """Refuse an image of more than ``most`` pixels, without decoding it.
 
@@ -369,13 +359,19 @@ def message_content(value: Any, what: str) -> str | list[dict[str, Any]] | None:
 
 
 def _file(value: Any) -> ImageFile | None:
-    """Return an image as a file; None if it is something else."""
-    if isinstance(value, bytes):
-        file = ImageFile(value)
-        return file if file.is_recognized else None
-    elif isinstance(value, ImageFile):
+    """Return an image as a file, which may be broken; None if it is something else."""
+    if isinstance(value, ImageFile):
         return value
-    elif callable(getattr(value, "save", None)) and callable(getattr(value, "convert", None)):
+    if isinstance(value, bytes):
+        from PIL import UnidentifiedImageError
+
+        file = ImageFile(value)
+        try:
+            _ = file.size
+        except ValueError as error:
+            return None if isinstance(error.__cause__, UnidentifiedImageError) else file
+        return file
+    if callable(getattr(value, "save", None)) and callable(getattr(value, "convert", None)):
         return ImageFile.of(value)
     return None
 

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.host.processes import descendants
-from torchrl_grpo.sandbox import Limits, isolation, require_isolation
-from torchrl_grpo.sandbox.runner import START_S, EndedError, start_program
+from torchrl_grpo.integrations.sandbox import Limits, isolation, require_isolation
+from torchrl_grpo.integrations.sandbox.runner import START_S, EndedError, start_program
 
 _FENCED = re.compile(r"```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M)
 _PYTHON = ("python", "py", "python3")

@@ -5,7 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from torchrl_grpo.sandbox.runner import EndedError, Limits, Process, isolation, start_program
+from torchrl_grpo.integrations.sandbox.runner import (
+    EndedError,
+    Limits,
+    Process,
+    isolation,
+    start_program,
+)
 
 _CALLS = 64
 """Number of pieces of code for which a process gets CPU time."""

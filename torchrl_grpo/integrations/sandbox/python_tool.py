@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrl_grpo.sandbox import Limits, require_isolation
-from torchrl_grpo.sandbox.session import Session
+from torchrl_grpo.integrations.sandbox import Limits, require_isolation
+from torchrl_grpo.integrations.sandbox.session import Session
 
 _SECONDS = 10.0
 

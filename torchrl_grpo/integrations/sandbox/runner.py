@@ -108,8 +108,8 @@ def isolation() -> Isolation:
     return "limits" if _missing_namespaces() else "namespaces"
 
 
-def require_isolation(sandbox: str) -> None:
-    """Refuse to run programs without the required isolation.
+def require_isolation(sandbox: str) -> Isolation:
+    """Return ``isolation``; refuse to run programs without the required one.
 
     Args:
         sandbox: ``"auto"`` uses what the machine offers, ``"strict"`` requires namespaces.
@@ -127,6 +127,7 @@ def require_isolation(sandbox: str) -> None:
             "--security-opt seccomp=unconfined), or sandbox=auto, which runs them with limits "
             "only: they can read files and use the network."
         )
+    return isolation()
 
 
 class EndedError(RuntimeError):

@@ -34,10 +34,10 @@ from typing import Any
 
 import psutil
 from machine import merge
-from tensordict import TensorDictBase
 from torch import Tensor
 from torch import distributed as dist
 
+from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.transforms import GroupAdvantage
@@ -54,10 +54,10 @@ TIMEOUT = 1800
 class SlowLoss(GRPOLoss):
     """Sleeps before each batch."""
 
-    def normalize(self, batch: TensorDictBase) -> TensorDictBase:
+    def prepare(self, rows: Rows) -> Rows:
         """See ``GRPOLoss``."""
         time.sleep(float(os.environ[PAUSE]))
-        return super().normalize(batch)
+        return super().prepare(rows)
 
 
 class RecordedAdvantage(GroupAdvantage):

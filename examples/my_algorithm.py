@@ -1,6 +1,6 @@
 """A custom loss and advantage, without editing the package. From the root of the repository:
 
-    python sota/grpo/grpo.py --config-name grpo_arithmetic policy.loss._target_=examples/my_algorithm.py:ReinforceLoss \
+    python sota/grpo/grpo.py --config-name grpo_arithmetic policy.loss._target_=examples/my_algorithm.py:Reinforce \
         policy.advantage._target_=examples/my_algorithm.py:RankAdvantage
 """
 
@@ -9,16 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.objectives import Surrogate, Tokens
 from torchrl_grpo.transforms import GroupAdvantage
 
 
-class ReinforceLoss(GRPOLoss):
+class Reinforce(Surrogate):
     """Plain policy gradient: no ratio and no clip."""
 
-    def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        """Return the advantage times the log-prob."""
-        return advantage * log_prob
+    def forward(self, t: Tokens) -> Tensor:
+        """Return the advantage times the log-prob, of each token that counts."""
+        return t["advantage"] * t["log_prob"]
 
 
 class RankAdvantage(GroupAdvantage):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, get_args
+from typing import NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -23,6 +23,28 @@ from torchrl_grpo.checks import (
     WeightBound,
     WeightLevel,
 )
+
+
+class Rows(Protocol):
+    """Sequences of S tokens, one after another; see ``models.segments.Segments``."""
+
+    @property
+    def sizes(self) -> Tensor:
+        """[N] int64, number of tokens of each sequence."""
+
+    @property
+    def row(self) -> Tensor:
+        """[S] int64, sequence of each token."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over each sequence, [S] to [N]."""
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Average over each sequence, [S] to [N]."""
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Repeat a value of each sequence, [N] to [S]."""
+
 
 Normalize = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Rewards, groups, and which rewards are valid -> advantages; all [N]."""
@@ -377,13 +399,13 @@ def clipped_surrogate(
     clip_high) A)``.
 
     Args:
-        ratio: [N, T], current over sampling probability.
-        advantage: [N, 1] or [N, T].
+        ratio: [S], current over sampling probability.
+        advantage: [S].
         clip_low: distance below 1, in [0, 1]; 1 disables the lower bound.
         clip_high: distance above 1, at least 0 (larger than ``clip_low`` in arXiv 2503.14476).
 
     Returns:
-        [N, T], to be maximized. Its gradient is 0 where the clipped branch is the smaller one.
+        [S], to be maximized. Its gradient is 0 where the clipped branch is the smaller one.
     """
     return torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
 
@@ -393,8 +415,8 @@ def dual_clip(surrogate: Tensor, advantage: Tensor, bound: float) -> Tensor:
     1912.09729).
 
     Args:
-        surrogate: [N, T], to be maximized.
-        advantage: [N, 1] or [N, T].
+        surrogate: [S], to be maximized.
+        advantage: [S].
         bound: above 1.
     """
     return torch.where(advantage < 0, torch.maximum(surrogate, bound * advantage), surrogate)
@@ -409,9 +431,9 @@ def cispo_objective(
     clip.
 
     Args:
-        ratio: [N, T], current over sampling probability.
-        log_prob: [N, T], current log-probs, which the gradient flows through.
-        advantage: [N, 1] or [N, T].
+        ratio: [S], current over sampling probability.
+        log_prob: [S], current log-probs, which the gradient flows through.
+        advantage: [S].
         clip_low: distance below 1; 1 or more disables the lower bound.
         clip_high: distance above 1.
     """
@@ -428,8 +450,8 @@ def sapo_objective(
     faster for a larger tau.
 
     Args:
-        ratio: [N, T], current over sampling probability.
-        advantage: [N, 1] or [N, T].
+        ratio: [S], current over sampling probability.
+        advantage: [S].
         tau_positive: temperature where the advantage is positive, above 0.
         tau_negative: temperature elsewhere, above 0.
     """
@@ -439,7 +461,7 @@ def sapo_objective(
 
 
 def gmpo_objective(
-    ratio: Tensor, advantage: Tensor, mask: Tensor, clip_low: float, clip_high: float
+    ratio: Tensor, advantage: Tensor, rows: Rows, clip_low: float, clip_high: float
 ) -> Tensor:
     """GMPO: the geometric mean of a sequence's clipped ratios, times its advantage (arXiv
     2507.20673, equation 4).
@@ -448,25 +470,26 @@ def gmpo_objective(
     it is negative.
 
     Args:
-        ratio: [N, T], current over sampling probability of each token.
-        advantage: [N, 1] or [N, T], the same for all tokens of a sequence.
-        mask: [N, T] bool, the tokens that count.
+        ratio: [S], current over sampling probability of each token.
+        advantage: [S], the same for all tokens of a sequence.
+        rows: the sequences of the tokens.
         clip_low: distance below 0 in log space.
         clip_high: distance above 0.
 
     Returns:
-        [N, T], the same for all tokens of a sequence.
+        [S], the same for all tokens of a sequence.
     """
     log_ratio = ratio.log()
     down, up = log_ratio.clamp(min=-clip_low), log_ratio.clamp(max=clip_high)
-    mean = sequence_log_ratio(torch.where(advantage < 0, down, up), mask)
-    return mean.exp() * advantage
+    mean = rows.mean(torch.where(advantage < 0, down, up))
+    return rows.spread(mean).exp() * advantage
 
 
 def vespo_objective(
     ratio: Tensor,
     log_prob: Tensor,
     advantage: Tensor,
+    rows: Rows,
     k: tuple[float, float],
     decay: tuple[float, float],
 ) -> Tensor:
@@ -474,13 +497,14 @@ def vespo_objective(
     sequence's ratios (arXiv 2602.10693).
 
     Args:
-        ratio: [N, T], current over sampling probability, 1 outside the mask.
-        log_prob: [N, T], current log-probs, which the gradient flows through.
-        advantage: [N, 1] or [N, T].
+        ratio: [S], current over sampling probability.
+        log_prob: [S], current log-probs, which the gradient flows through.
+        advantage: [S].
+        rows: the sequences of the tokens.
         k: exponent where the advantage is at least 0, and elsewhere.
         decay: likewise.
     """
-    log_weight = ratio.detach().log().sum(1, keepdim=True)
+    log_weight = rows.spread(rows.sum(ratio.detach().log()))
     log_weight = log_weight.clamp(math.log(1e-8), MAX_LOG_RATIO)
     positive = advantage >= 0
     power, rate = (
@@ -492,52 +516,45 @@ def vespo_objective(
 
 
 def clip_cov_tokens(
-    log_prob: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
-    share: float,
-    bounds: tuple[float, float],
+    log_prob: Tensor, advantage: Tensor, share: float, bounds: tuple[float, float]
 ) -> Tensor:
     """Tokens that Clip-Cov leaves out: some of those whose covariance of log-prob and advantage is
     between the bounds (arXiv 2505.22617, equation 11).
 
     Args:
-        log_prob: [N, T], of the policy at the start of the batch's training.
-        advantage: [N, 1] or [N, T].
-        mask: [N, T] bool, the tokens that count.
-        share: of these, how many are left out at most; at least one is. They are drawn with a fixed
-            seed, so that all ranks and a resumed run draw the same.
+        log_prob: [S], of the policy at the start of the batch's training.
+        advantage: [S].
+        share: of the tokens, how many are left out at most; at least one is. They are drawn with a
+            fixed seed, so that all ranks and a resumed run draw the same.
         bounds: lowest and highest covariance, both exclusive.
 
     Returns:
-        [N, T] bool.
+        [S] bool.
     """
-    covariance = _covariance(log_prob, advantage, mask)
-    inside = mask & (covariance > bounds[0]) & (covariance < bounds[1])
-    candidates = inside.flatten().nonzero().flatten()
+    covariance = _covariance(log_prob, advantage)
+    inside = (covariance > bounds[0]) & (covariance < bounds[1])
+    candidates = inside.nonzero().flatten()
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(0))
-    most = max(1, int(share * mask.sum()))
+    most = max(1, int(share * len(log_prob)))
     drawn = candidates[order[:most].to(candidates.device)]
-    return torch.zeros_like(mask.flatten()).index_fill(0, drawn, True).view_as(mask)
+    return torch.zeros_like(inside).index_fill(0, drawn, True)
 
 
-def kl_cov_tokens(log_prob: Tensor, advantage: Tensor, mask: Tensor, share: float) -> Tensor:
+def kl_cov_tokens(log_prob: Tensor, advantage: Tensor, share: float) -> Tensor:
     """Tokens that KL-Cov penalizes: the share of them, at least one, with the largest covariance of
     log-prob and advantage (arXiv 2505.22617, equation 12).
 
     The arguments are those of ``clip_cov_tokens``.
     """
-    covariance = _covariance(log_prob, advantage, mask).masked_fill(~mask, -math.inf)
-    count = int(mask.sum())
-    largest = covariance.flatten().topk(min(count, max(1, int(share * count)))).indices
-    return torch.zeros_like(mask.flatten()).index_fill(0, largest, True).view_as(mask)
+    covariance, count = _covariance(log_prob, advantage), len(log_prob)
+    largest = covariance.topk(min(count, max(1, int(share * count)))).indices
+    return torch.zeros_like(covariance, dtype=torch.bool).index_fill(0, largest, True)
 
 
-def _covariance(log_prob: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
-    """[N, T], the contribution of each token to the covariance of log-prob and advantage."""
-    advantage = advantage.expand_as(log_prob)
-    away = advantage - masked_mean(advantage, mask)
-    return away * (log_prob - masked_mean(log_prob, mask))
+def _covariance(log_prob: Tensor, advantage: Tensor) -> Tensor:
+    """[S], the contribution of each token to the covariance of log-prob and advantage."""
+    advantage = advantage.to(log_prob.dtype)
+    return (advantage - advantage.mean()) * (log_prob - log_prob.mean())
 
 
 def kl_cov_objective(
@@ -547,31 +564,30 @@ def kl_cov_objective(
     penalized (arXiv 2505.22617, equation 13).
 
     Args:
-        ratio: [N, T], current over sampling probability.
-        advantage: [N, 1] or [N, T].
-        penalized: [N, T] bool, ``kl_cov_tokens``.
+        ratio: [S], current over sampling probability.
+        advantage: [S].
+        penalized: [S] bool, ``kl_cov_tokens``.
         coefficient: of the penalty.
     """
     return ratio * advantage - torch.where(penalized, coefficient * ratio.log().abs(), 0.0)
 
 
-def top_entropy_tokens(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
+def top_entropy_tokens(entropy: Tensor, share: float) -> Tensor:
     """The share of tokens with the largest entropy, where the policy decides (arXiv 2506.01939).
 
     Args:
-        entropy: [N, T].
-        mask: [N, T] bool, the tokens that count.
+        entropy: [S].
         share: in (0, 1]; the bound is the quantile ``1 - share``, linearly interpolated.
 
     Returns:
-        [N, T] bool, within the mask.
+        [S] bool.
     """
-    if not mask.any():
-        return mask
-    values = entropy[mask].double().sort().values
+    if not len(entropy):
+        return torch.zeros_like(entropy, dtype=torch.bool)
+    values = entropy.double().sort().values
     place = (1 - share) * (len(values) - 1)
     low, high = values[math.floor(place)], values[math.ceil(place)]
-    return mask & (entropy >= low + (high - low) * (place - math.floor(place)))
+    return entropy >= low + (high - low) * (place - math.floor(place))
 
 
 def adapted_entropy_coef(
@@ -582,21 +598,6 @@ def adapted_entropy_coef(
     """
     step = delta if entropy <= target else -delta
     return min(max(coefficient + step, 0.0), largest)
-
-
-def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Mean log-ratio over the tokens of each sequence: GSPO's length-normalized ratio (arXiv
-    2507.18071, equation 7).
-
-    Args:
-        log_ratio: [N, T].
-        mask: [N, T] bool, the tokens that count.
-
-    Returns:
-        [N, 1]; 0 for a sequence without tokens.
-    """
-    length = mask.sum(1, keepdim=True).clamp(min=1)
-    return torch.where(mask, log_ratio, 0.0).sum(1, keepdim=True) / length
 
 
 def interpolated_log_prob(log_prob: Tensor, sample_log_prob: Tensor, staleness: Tensor) -> Tensor:
@@ -610,12 +611,12 @@ def interpolated_log_prob(log_prob: Tensor, sample_log_prob: Tensor, staleness: 
     On-policy it is the sampling policy itself.
 
     Args:
-        log_prob: [N, T], current log-probs; no gradient flows through them here.
-        sample_log_prob: [N, T].
-        staleness: [N, 1] or [N, T], trainer version less policy version, at least 0.
+        log_prob: [S], current log-probs; no gradient flows through them here.
+        sample_log_prob: [S].
+        staleness: [S], trainer version less policy version, at least 0.
 
     Returns:
-        [N, T].
+        [S].
     """
     steps = staleness.to(log_prob.dtype)
     share = steps / (steps + 1)
@@ -624,7 +625,7 @@ def interpolated_log_prob(log_prob: Tensor, sample_log_prob: Tensor, staleness: 
 
 def behaviour_weight(
     log_ratio: Tensor,
-    mask: Tensor,
+    rows: Rows,
     bound: WeightBound,
     level: WeightLevel,
     cap: float,
@@ -636,23 +637,29 @@ def behaviour_weight(
     from the trainer's. Masked on both sides it is IcePop (arXiv 2510.18855).
 
     Args:
-        log_ratio: [N, T], proximal less sampling log-probs.
-        mask: [N, T] bool, the tokens that count.
-        bound: ``truncate`` clamps weights to ``floor`` and ``cap``, ``mask`` sets those outside to
-            0, ``none`` is weight 1 everywhere.
+        log_ratio: [S], proximal less sampling log-probs.
+        rows: the sequences of the tokens.
+        bound: see ``bounded_weight``.
         level: ``token``, or ``sequence`` for the product over a sequence's tokens, as the weight of
             each of them.
         cap: largest weight, above 0.
         floor: smallest weight, at most ``cap``.
 
     Returns:
-        [N, T], without gradient.
+        [S], without gradient.
     """
-    log_ratio = torch.where(mask, log_ratio, 0.0).detach()
+    log_ratio = log_ratio.detach()
+    if level == "sequence" and bound != "none":
+        log_ratio = rows.spread(rows.sum(log_ratio))
+    return bounded_weight(log_ratio, bound, cap, floor)
+
+
+def bounded_weight(log_ratio: Tensor, bound: WeightBound, cap: float, floor: float = 0.0) -> Tensor:
+    """Exponentials of log-ratios of any shape: ``truncate`` clamps them to ``floor`` and ``cap``,
+    ``mask`` sets those outside to 0, ``none`` is weight 1 everywhere.
+    """
     if bound == "none":
         return torch.ones_like(log_ratio)
-    if level == "sequence":
-        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
     weight = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     bounded = weight.clamp(floor, cap)
     return bounded if bound == "truncate" else torch.where(weight == bounded, weight, 0.0)
@@ -671,7 +678,7 @@ def centering_coefficients(
     Args:
         log_prob: [N, K] log p, the trainer's.
         sample_log_prob: [N, K] log q of the policy that sampled, -inf where there is no token.
-        bound: f, as in ``behaviour_weight``.
+        bound: f, as in ``bounded_weight``.
         cap: largest weight.
         floor: smallest weight.
 
@@ -679,37 +686,36 @@ def centering_coefficients(
         [N, K], without gradient.
     """
     exists = sample_log_prob.isfinite()
-    log_ratio = log_prob - sample_log_prob
-    weight = behaviour_weight(log_ratio, exists, bound, "token", cap, floor)
+    log_ratio = torch.where(exists, log_prob - sample_log_prob, 0.0).detach()
+    weight = bounded_weight(log_ratio, bound, cap, floor)
     return torch.where(exists, sample_log_prob.exp() * weight, 0.0)
 
 
 class Mismatch(NamedTuple):
-    """Log-probs of sampled tokens that a rejection rule compares; [N, T], without gradient.
+    """Log-probs of sampled tokens that a rejection rule compares; [S], without gradient.
 
     Attributes:
         trainer: the trainer's, from before the batch's first step if the loss has them.
         current: the trainer's current ones.
         sample: the sampling policy's.
         advantage: of each token.
-        mask: bool, the tokens that count.
+        rows: the sequences of the tokens.
     """
 
     trainer: Tensor
     current: Tensor
     sample: Tensor
     advantage: Tensor
-    mask: Tensor
+    rows: Rows
 
     @property
     def log_ratio(self) -> Tensor:
-        """Trainer less sampling log-probs, 0 outside the mask, clamped to ``MAX_LOG_RATIO``."""
-        log_ratio = torch.where(self.mask, self.trainer - self.sample, 0.0)
-        return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        """Trainer less sampling log-probs, clamped to ``MAX_LOG_RATIO``."""
+        return (self.trainer - self.sample).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def mean(self, values: Tensor) -> Tensor:
-        """[N, 1], the mean over the tokens of each sequence."""
-        return sequence_log_ratio(values, self.mask)
+        """[S], the mean over the tokens of each sequence, for each of them."""
+        return self.rows.spread(self.rows.mean(values))
 
 
 def reject_token_ratio(gap: Mismatch, low: float, high: float) -> Tensor:
@@ -722,7 +728,7 @@ def reject_token_ratio(gap: Mismatch, low: float, high: float) -> Tensor:
         high: upper bound, inclusive.
 
     Returns:
-        [N, T] or [N, 1] bool, True where a token is rejected; likewise for all rules.
+        [S] bool, True where a token is rejected; likewise for all rules.
     """
     return _outside(gap.log_ratio.exp(), low, high)
 
@@ -736,7 +742,7 @@ def reject_token_k3(gap: Mismatch, low: float, high: float) -> Tensor:
 
 def reject_sequence_ratio(gap: Mismatch, low: float, high: float) -> Tensor:
     """Reject sequences whose product of ratios is out of bounds (verl's ``seq_sum_k1``)."""
-    total = gap.log_ratio.sum(1, keepdim=True)
+    total = gap.rows.spread(gap.rows.sum(gap.log_ratio))
     return _outside(total, _log(low), _log(high))
 
 
@@ -755,7 +761,8 @@ def reject_sequence_k3(gap: Mismatch, low: float, high: float) -> Tensor:
 
 def reject_outlier(gap: Mismatch, low: float, high: float) -> Tensor:
     """Reject sequences with a token whose ratio is out of bounds (SkyRL's outlier masking)."""
-    return (reject_token_ratio(gap, low, high) & gap.mask).any(1, keepdim=True)
+    outlier = reject_token_ratio(gap, low, high)
+    return gap.rows.spread(gap.rows.sum(outlier.to(gap.trainer.dtype))) > 0
 
 
 def reject_off_policy(gap: Mismatch, low: float, high: float) -> Tensor:
@@ -807,7 +814,7 @@ REJECTIONS: dict[str, Callable[[Mismatch, float, float], Tensor]] = {
 
 
 def token_weights(
-    mask: Tensor,
+    rows: Rows,
     aggregation: Aggregation = "sequence_mean",
     *,
     constant_length: int = 1,
@@ -822,31 +829,27 @@ def token_weights(
     trajectory are one sequence: the trajectory counts once, and all its tokens count the same.
 
     Args:
-        mask: [N, T] bool, the tokens that count.
+        rows: the sequences of the S tokens that count, N of them.
         aggregation: the average.
         constant_length: divisor of ``constant``, in tokens; 1 for the plain sum.
         dtype: of the weights.
         trajectory: [N] int64 in [0, N), of each row; None if each row is a trajectory.
 
     Returns:
-        [N, T] of that type; 0 outside the mask. A sequence without tokens has no effect.
-
-    >>> mask, of_row = torch.tensor([[True, False], [True, True], [True, False]]), torch.tensor([0, 0, 1])
-    >>> token_weights(mask, trajectory=of_row).sum(1)  # a half for each trajectory
-    tensor([0.1667, 0.3333, 0.5000])
+        [S] of that type. A sequence without tokens has no effect.
     """
-    length = mask.sum(1, keepdim=True)
+    length = rows.sizes
     ends = length > 0
     if trajectory is not None:
         total = torch.zeros_like(length).index_add_(0, trajectory, length)
         length, ends = total[trajectory], total > 0
-    sequences, tokens = ends.sum().clamp(min=1), mask.sum().clamp(min=1)
+    sequences, tokens = ends.sum().clamp(min=1), rows.sizes.sum().clamp(min=1)
     divisor = {
         "sequence_mean": length.clamp(min=1) * sequences,
         "token_mean": tokens * torch.ones_like(length),
         "constant": constant_length * sequences * torch.ones_like(length),
     }[aggregation]
-    return torch.where(mask, 1.0 / divisor.to(dtype), 0.0)
+    return (1.0 / divisor.to(dtype))[rows.row]
 
 
 def effective_sample_size(ratio_mean: Tensor, ratio_square_mean: Tensor) -> Tensor:

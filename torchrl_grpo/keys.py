@@ -219,7 +219,3 @@ DEMONSTRATION_WEIGHTS = ("loss", "demonstration_weights")
 """[T] float32. Each token's share of the demonstrations' log-likelihood. Written by
 ``GRPOLoss.normalize``; read by the loss.
 """
-LAYOUT = "layout"
-"""non-tensor. How a forward pass computes its micro-batch. Written by the trainer; read by
-``TokenScorer``.
-"""

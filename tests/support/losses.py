@@ -7,6 +7,8 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
+from torchrl_grpo.models.segments import Segments
+
 SETTINGS = {
     "clip_epsilon": (0.2, 0.28),
     "kl_to_ref_coeff": 0.3,
@@ -68,6 +70,16 @@ def make_batch(
             )
         )
     return logits, rows
+
+
+def rows_of(mask: Tensor) -> Segments:
+    """Return the sequences of the tokens in a mask [N, T]."""
+    return Segments.of(mask.sum(1))
+
+
+def padded(mask: Tensor, values: Tensor) -> Tensor:
+    """Return values of the tokens in a mask, [S], as [N, T] with 0 elsewhere."""
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
 def total(out: TensorDict) -> Tensor:

@@ -14,7 +14,7 @@ from torchrl.modules.llm.policies.common import ChatHistory, Masks
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 from transformers import AutoTokenizer
 
-from tests.support.losses import Table, make_batch, total
+from tests.support.losses import Table, make_batch, rows_of, total
 from tests.support.models import make_tiny_model
 from torchrl_grpo.functional import token_weights
 from torchrl_grpo.models import TokenScorer
@@ -130,7 +130,7 @@ def test_torchrls_mean_of_the_output_is_the_loss():
 def test_a_token_mean_is_over_the_tokens_of_the_mask():
     value = torch.arange(6.0).reshape(2, 3)
     mask = torch.tensor([[True, False, True], [False, True, True]])
-    assert (token_weights(mask, "token_mean") * value).sum() == value[mask].mean()
+    assert (token_weights(rows_of(mask), "token_mean") * value[mask]).sum() == value[mask].mean()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_the_clip_range_is_on_the_models_device():
     model = make_tiny_model().to("meta")
     for make in (GRPOLoss, CISPOLoss):
         loss = make(TokenScorer(model))
-        assert {buffer.device.type for buffer in loss.buffers(recurse=False)} == {"meta"}
+        assert {buffer.device.type for buffer in loss.objective.buffers()} == {"meta"}
 
 
 def test_torchrls_defaults_that_change_nothing_are_taken():
@@ -185,6 +185,39 @@ def test_torchrls_defaults_that_change_nothing_are_taken():
         SFTLoss(Table(torch.zeros(1, 1, 2)), tokenizer="a tokenizer")
 
 
+def test_methods_of_former_losses_still_work_with_a_warning():
+    class Former(GRPOLoss):
+        """The surrogate of a clip of 0.3, whatever the range."""
+
+        def surrogate(self, ratio, log_prob, advantage):
+            assert ratio.ndim == log_prob.ndim == advantage.ndim == 2
+            return torch.minimum(ratio * advantage, ratio.clamp(0.7, 1.3) * advantage)
+
+        def clipped(self, ratio, advantage):
+            return (ratio < 0.7) & (advantage < 0), (ratio > 1.3) & (advantage > 0)
+
+    logits, rows = make_batch(0)
+    with pytest.warns(FutureWarning, match=r"Former\.\w+ works for one more release: write a Surr"):
+        former = Former(Table(logits))
+    got, expected = (
+        loss(lazy_stack(rows)) for loss in (former, GRPOLoss(Table(logits), clip_epsilon=0.3))
+    )
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value)
+
+
+@pytest.mark.parametrize(
+    ("method", "part"),
+    [("ratio", "OffPolicy"), ("behaviour", "Surr"), ("token_roles", "Sel"), ("_objective", "Surr")],
+)
+def test_other_methods_of_former_losses_are_refused(method, part):
+    kind = type("Former", (GRPOLoss,), {method: lambda self, *args: None})
+    with pytest.raises(
+        TypeError, match=rf"Former\.{method} must not be overridden.*write an? {part}"
+    ):
+        kind(Table(torch.zeros(1, 1, 2)))
+
+
 def test_another_kl_estimator_is_a_method_for_both_terms():
     class Squared(GRPOLoss):
         def kl(self, log_prob, other_log_prob):
@@ -192,7 +225,8 @@ def test_another_kl_estimator_is_a_method_for_both_terms():
 
     logits, rows = make_batch(0)
     settings = {"kl_to_ref_coeff": 0.3, "kl_to_inference_coeff": 0.2}
-    own = Squared(Table(logits), **settings)(lazy_stack(rows))
+    with pytest.warns(FutureWarning, match=r"Squared\.kl works for one more release: write a Term"):
+        own = Squared(Table(logits), **settings)(lazy_stack(rows))
     k2 = GRPOLoss(Table(logits), kl_estimator="k2", **settings)(lazy_stack(rows))
     for name in ("loss_kl_to_ref", "loss_kl_to_inference"):
         torch.testing.assert_close(own[name], 2 * k2[name])

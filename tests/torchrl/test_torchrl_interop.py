@@ -28,13 +28,14 @@ from tests.support.configs import ROOT
 from tests.support.documentation import blocks
 from tests.support.losses import SETTINGS, Table, make_batch
 from tests.support.models import make_tiny_model
+from tests.support.padded import pad_batch
 from torchrl_grpo import keys
 from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.models import TokenScorer, WrapperScorer
-from torchrl_grpo.models.padding import pad, pad_batch, sequences_of
+from torchrl_grpo.models.padding import pad, sequences_of
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.arithmetic import INSTRUCTION, ArithmeticTask
@@ -580,19 +581,27 @@ def test_the_loops_of_the_tutorial_are_short_and_learn(part: slice, most_lines: 
 
 @pytest.mark.slow
 def test_the_maths_of_the_loss_compile_in_one_graph() -> None:
-    """The batch already has the scores, because compiling the transformer and the layout is tested
-    elsewhere.
-    """
+    """One graph, without breaks, serves ragged batches of any sizes."""
     torch._dynamo.reset()  # earlier tests have compiled the same code
-    logits, rows = make_batch(0, lengths=(6, 6, 6))
-    loss = GRPOLoss(
-        Table(logits),
-        **SETTINGS,
-        kl_mask_threshold=2.0,
-        behaviour_weight="truncate",
-        proximal="current",
-    )
-    batch = torch.stack(rows)
-    expected = total(loss(batch))
-    compiled = torch.compile(loss, backend="eager", fullgraph=True)
-    torch.testing.assert_close(total(compiled(batch)), expected)
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    settings = {"behaviour_weight": "truncate", "proximal": "current", "kl_mask_threshold": 9.0}
+    compiled = None
+    for seed, lengths in enumerate([(6, 9, 4), (7, 3, 8), (5, 5, 12), (20, 3, 4)]):
+        logits, rows = make_batch(seed, lengths=lengths)
+        loss = GRPOLoss(Table(logits), **SETTINGS, **settings)
+        batch = loss._act(lazy_stack(rows))
+        expected = loss(lazy_stack(rows))
+        if compiled is None:
+            own = loss
+            compiled = torch.compile(own.of_tokens, backend=backend, fullgraph=True, dynamic=True)
+        scored = [keys.CUR_LOG_PROBS, keys.ENTROPY, *loss.required_in_keys]
+        tokens, _ = own._counting(loss.read(batch, scored), {})
+        got = compiled(tokens)
+        for name, value in expected.items():
+            torch.testing.assert_close(got[name], value)
+    assert len(graphs) == 1

@@ -15,11 +15,11 @@ from torchrl.envs.utils import check_env_specs
 
 from tests.support.echo import EchoTask, TwoTurnTask
 from tests.support.envs import END, respond
+from tests.support.padded import pad_batch
 from tests.support.trajectories import make_trajectory
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.functional import sampled_token_gae
-from torchrl_grpo.models.padding import pad_batch
 from torchrl_grpo.tasks.base import Problem
 from torchrl_grpo.transforms.advantage import GroupAdvantage
 from torchrl_grpo.transforms.reward import RewardShaping

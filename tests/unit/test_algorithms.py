@@ -25,6 +25,7 @@ from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.models.scoring import WrapperScorer
+from torchrl_grpo.models.segments import Segments
 from torchrl_grpo.objectives import (
     CISPOLoss,
     ClipCovLoss,
@@ -33,6 +34,7 @@ from torchrl_grpo.objectives import (
     GRPOLoss,
     KLCovLoss,
     SAPOLoss,
+    Tokens,
     VESPOLoss,
 )
 from torchrl_grpo.objectives.output import accumulate
@@ -884,7 +886,7 @@ def test_a_custom_loss_and_advantage_are_found_by_name(
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.chdir(ROOT)
     overrides = [
-        f"policy.loss._target_={form}ReinforceLoss",
+        f"policy.loss._target_={form}Reinforce",
         f"policy.advantage._target_={form}RankAdvantage",
     ]
     check_command_line(overrides)
@@ -899,7 +901,7 @@ def test_a_custom_loss_and_advantage_are_found_by_name(
         run.fit()
     finally:
         run.close()
-    assert type(run.learner.trainer.loss).__name__ == "ReinforceLoss"
+    assert type(run.learner.trainer.loss.objective).__name__ == "Reinforce"
     assert {value for batch in seen for value in batch.flatten().tolist()} <= {-1.0, 0.0, 1.0}
     assert any(batch.abs().max() == 1 for batch in seen)
 
@@ -917,11 +919,11 @@ def test_a_custom_loss_and_advantage_are_found_by_name(
         ),
         (
             "policy.loss._target_=torch.nn.Linear",
-            r"policy\.loss\._target_=torch\.nn\.Linear must be a subclass of GRPOLoss",
+            r"policy\.loss\._target_=torch\.nn\.Linear must be a subclass of GRPOLoss or Surrog",
         ),
         (
-            f"policy.loss._target_={ROOT}/examples/my_algorithm.py:Reinforce",
-            r"my_algorithm\.py:Reinforce must name a class .*use one of \['ReinforceLoss', 'RankAdvantage'\]",
+            f"policy.loss._target_={ROOT}/examples/my_algorithm.py:Reinforced",
+            r"my_algorithm\.py:Reinforced must name a class .*use one of \['Reinforce', 'RankAdvantage'\]",
         ),
         (
             "policy.advantage._target_=torch.nn.Linear",
@@ -1284,9 +1286,8 @@ def test_cispos_clip_fractions_count_the_weights_at_a_bound() -> None:
     assert (out["clip_fraction_low"].item(), out["clip_fraction_high"].item()) == pytest.approx(
         (0.2, 0.4)
     )
-    low, high = loss.clipped(
-        torch.tensor([0.5, 0.25, 5.0, 8.0]), torch.zeros(1)
-    )  # at a bound the choice is free
+    values = {"ratio": torch.tensor([0.5, 0.25, 5.0, 8.0]), "advantage": torch.zeros(4)}
+    low, high = loss.objective.clipped(Tokens(values, Segments.of([4])))  # at a bound it is free
     assert (low.tolist(), high.tolist()) == (
         [False, True, False, False],
         [False, False, False, True],

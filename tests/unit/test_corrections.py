@@ -13,12 +13,13 @@ from tensordict import lazy_stack
 from torch import Tensor
 
 from tests.support.configs import compose_config
-from tests.support.losses import Table, make_batch, total
+from tests.support.losses import Table, make_batch, rows_of, total
 from torchrl_grpo import functional as F
 from torchrl_grpo.assembly.algorithm import make_loss
 from torchrl_grpo.checks import check_rejection
 from torchrl_grpo.config import ConfigError
-from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.models.segments import Segments
+from torchrl_grpo.objectives import GRPOLoss, Tokens
 from torchrl_grpo.objectives.output import LARGEST_RATIO, accumulate
 
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [0, 0, 0]], dtype=torch.bool)
@@ -37,7 +38,8 @@ ADVANTAGE = torch.tensor([[1.0], [-1.0], [-1.0], [1.0]], dtype=torch.float64).ex
 
 
 def mismatch() -> F.Mismatch:
-    return F.Mismatch(TRAINER.log(), CURRENT.log(), SAMPLE.log(), ADVANTAGE, MASK)
+    log_probs = (probs.log()[MASK] for probs in (TRAINER, CURRENT, SAMPLE))
+    return F.Mismatch(*log_probs, ADVANTAGE[MASK], rows_of(MASK))
 
 
 @pytest.mark.parametrize(
@@ -75,30 +77,17 @@ def mismatch() -> F.Mismatch:
 def test_rejections_by_hand(
     rule: Any, bounds: tuple[float, float], rejected: list[list[int]]
 ) -> None:
-    got = F.REJECTIONS[rule](mismatch(), *bounds).expand(4, 3)
-    assert [[int(value) for value in row[keep]] for row, keep in zip(got, MASK, strict=True)] == [
-        *rejected,
-        [],
-    ]
-
-
-@pytest.mark.parametrize("rule", F.REJECTIONS)
-def test_what_is_outside_the_mask_decides_nothing(rule: Any) -> None:
-    gap = mismatch()
-    wild = [torch.where(MASK, value, math.nan) for value in (gap.trainer, gap.current, gap.sample)]
-    bounds = (0.5, 1.3)
-    expected = F.REJECTIONS[rule](gap, *bounds).expand(4, 3)[MASK]
-    got = F.REJECTIONS[rule](F.Mismatch(*wild, ADVANTAGE, MASK), *bounds).expand(4, 3)[MASK]
-    assert torch.equal(got, expected)
+    got = F.REJECTIONS[rule](mismatch(), *bounds)
+    parts = got.split(MASK.sum(1).tolist())
+    assert [part.int().tolist() for part in parts] == [*rejected, []]
 
 
 def test_tokens_against_their_advantage_stay_with_dppo() -> None:
     """Such tokens have a positive advantage and a probability that fell far, or the opposite."""
-    sample = torch.tensor([[0.9, 0.1]]).log()
-    current = torch.tensor([[0.1, 0.9]]).log()
-    advantage = torch.tensor([[1.0, -1.0]])
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    gap = F.Mismatch(current, current, sample, advantage, mask)
+    sample = torch.tensor([0.9, 0.1]).log()
+    current = torch.tensor([0.1, 0.9]).log()
+    advantage = torch.tensor([1.0, -1.0])
+    gap = F.Mismatch(current, current, sample, advantage, Segments.of([2]))
     assert not F.reject_dppo_tv(gap, 0.01, 0.01).any()
     assert not F.reject_dppo_kl(gap, 0.01, 0.01).any()
     gap = gap._replace(advantage=-advantage)
@@ -107,14 +96,14 @@ def test_tokens_against_their_advantage_stay_with_dppo() -> None:
 
 
 def test_what_is_at_a_bound_and_an_advantage_of_0_are_kept() -> None:
-    sample = torch.tensor([[0.5]]).log()
-    current = torch.zeros(1, 1)
-    one, mask = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    gap = F.Mismatch(sample, current, sample, one, mask)
+    sample = torch.tensor([0.5]).log()
+    current = torch.zeros(1)
+    one, rows = torch.ones(1), Segments.of([1])
+    gap = F.Mismatch(sample, current, sample, one, rows)
     assert not F.reject_token_ratio(gap, 1.0, 1.0).any()
     assert not F.reject_dppo_tv(gap, 0.5, 0.5).any()
     assert not F.reject_dppo_tv(gap._replace(advantage=0 * one), 0.1, 0.1).any()
-    back = F.Mismatch(sample, torch.full((1, 1), -1.0), torch.full((1, 1), -0.5), -one, mask)
+    back = F.Mismatch(sample, torch.full((1,), -1.0), torch.full((1,), -0.5), -one, rows)
     assert not F.reject_off_policy(back, 0.0, 0.5).any()
     assert F.reject_off_policy(back, 0.0, 0.4).all()
     assert not F.reject_off_policy(back._replace(advantage=0 * one), 0.0, 0.4).any()
@@ -126,10 +115,9 @@ def test_what_is_at_a_bound_and_an_advantage_of_0_are_kept() -> None:
     [("truncate", [0.7, 0.7, 1.0, 1.5]), ("mask", [0.0, 0.7, 1.0, 0.0])],
 )
 def test_a_weight_has_a_lower_bound_too(bound: Any, weights: list[float]) -> None:
-    log_ratio = torch.tensor([[0.25, 0.7, 1.0, 2.0]], dtype=torch.float64).log()
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    got = F.behaviour_weight(log_ratio, mask, bound, "token", 1.5, 0.7)
-    torch.testing.assert_close(got, torch.tensor([weights], dtype=torch.float64))
+    log_ratio = torch.tensor([0.25, 0.7, 1.0, 2.0], dtype=torch.float64).log()
+    got = F.behaviour_weight(log_ratio, Segments.of([4]), bound, "token", 1.5, 0.7)
+    torch.testing.assert_close(got, torch.tensor(weights, dtype=torch.float64))
 
 
 def test_bounds_of_a_number() -> None:
@@ -245,11 +233,9 @@ def test_mismatch_with_interpolated_log_probs_is_the_trainers(staleness: float) 
 
 
 def test_metrics_of_the_mismatch_by_hand() -> None:
-    gap = mismatch()
     logits, _ = make_batch(0)
     loss = GRPOLoss(Table(logits), rejection={"outlier": 1.9})
-    batch = _flat(gap, loss)
-    out = loss(batch)
+    out = loss(with_mismatch(loss))
     ratios = [0.8, 1.5, 0.25, 2.0, 2.0, 1.0]
     k1 = sum(-math.log(ratio) for ratio in ratios) / 6
     expected = {
@@ -266,21 +252,22 @@ def test_metrics_of_the_mismatch_by_hand() -> None:
     assert {name: out[name].item() for name in expected} == pytest.approx(expected, abs=1e-12)
 
 
-def _flat(gap: F.Mismatch, loss: GRPOLoss) -> Any:
+def with_mismatch(loss: GRPOLoss) -> Any:
+    """Give a loss an actor with the trainer's log-probs; return the batch."""
     from tensordict import TensorDict
     from tensordict.nn import TensorDictModule
 
     loss.actor_network = TensorDictModule(
-        lambda tokens: (gap.trainer, torch.zeros_like(gap.trainer)),
+        lambda tokens: (TRAINER.log(), torch.zeros_like(TRAINER)),
         in_keys=[("tokens", "full")],
         out_keys=[("cur_log_probs", "full"), ("entropy", "full")],
     )
     return TensorDict(
         {
             ("tokens", "full"): torch.zeros(4, 3, dtype=torch.long),
-            ("masks", "all_assistant_mask"): gap.mask,
-            ("log_probs", "full"): gap.sample,
-            "advantage": gap.advantage[:, :1],
+            ("masks", "all_assistant_mask"): MASK,
+            ("log_probs", "full"): SAMPLE.log(),
+            "advantage": ADVANTAGE[:, :1],
         },
         [4],
     )
@@ -322,7 +309,10 @@ def test_dppo_does_not_clip_ratios() -> None:
     0.2.
     """
     loss = make_loss(compose_config("algo=dppo_tv"), Table(make_batch(0)[0]))
-    log_prob = torch.tensor([[math.log(0.03)]], dtype=torch.float64, requires_grad=True)
-    ratio = loss.ratio(log_prob, torch.tensor([[math.log(0.01)]]), torch.ones(1, 1) > 0)
-    loss.surrogate(ratio, log_prob, torch.ones(1, 1)).sum().backward()
+    log_prob = torch.tensor([math.log(0.03)], dtype=torch.float64, requires_grad=True)
+    one = torch.ones(1, dtype=torch.float64)
+    values = {"log_prob": log_prob, "sample_log_prob": one * math.log(0.01), "advantage": one}
+    tokens = Tokens(values, Segments.of([1]))
+    loss.off_policy(tokens)
+    loss.objective(tokens).sum().backward()
     assert log_prob.grad.item() == pytest.approx(3.0)

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.losses import padded, rows_of
 from torchrl_grpo import functional as F
+from torchrl_grpo.models.segments import Segments
 
 rewards = st.floats(-100, 100, allow_nan=False, width=32)
 
@@ -183,7 +185,7 @@ def test_importance_ratio_stays_finite() -> None:
 def test_token_weights_are_the_mean_over_sequences_of_token_means() -> None:
     mask = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]]).bool()
     values = torch.tensor([[1.0, 3, 9, 9], [9, 3, 6, 9], [9, 9, 9, 9]])
-    weights = F.token_weights(mask)
+    weights = padded(mask, F.token_weights(rows_of(mask)))
     assert (weights * values).sum().item() == pytest.approx((2 + 6) / 2)
     assert weights[2].tolist() == [0, 0, 0, 0]
     assert weights.sum().item() == pytest.approx(1.0)
@@ -246,19 +248,19 @@ def test_dynamic_lengths_of_int_type_do_not_round_the_overlong_penalty() -> None
 
 
 def test_absurd_log_ratios_are_clamped_on_both_sides() -> None:
-    far = torch.tensor([[100.0, -100.0]], dtype=torch.float64)
+    far = torch.tensor([100.0, -100.0], dtype=torch.float64)
     zero = torch.zeros_like(far)
-    mask = torch.ones(1, 2, dtype=torch.bool)
     most = F.MAX_LOG_RATIO
-    k3 = F.kl_k3(zero, far).tolist()[0]
+    k3 = F.kl_k3(zero, far).tolist()
     assert k3 == pytest.approx([math.exp(most) - 1 - most, math.exp(-most) - 1 + most])
-    weight = F.behaviour_weight(far, mask, "truncate", "token", math.inf).tolist()[0]
+    rows = Segments.of([2])
+    weight = F.behaviour_weight(far, rows, "truncate", "token", math.inf).tolist()
     assert weight == pytest.approx([math.exp(most), math.exp(-most)], rel=1e-12)
 
 
 def test_a_weight_at_the_cap_is_kept() -> None:
-    one = F.behaviour_weight(torch.zeros(1, 1), torch.ones(1, 1) > 0, "mask", "token", 1.0)
-    assert one.tolist() == [[1.0]]
+    one = F.behaviour_weight(torch.zeros(1), Segments.of([1]), "mask", "token", 1.0)
+    assert one.tolist() == [1.0]
 
 
 def test_a_head_of_16_bits_gives_float32_as_wide_as_its_device_can():

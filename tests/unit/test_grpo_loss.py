@@ -18,6 +18,7 @@ from tests.support.models import make_tiny_model
 from tests.support.training import make_batch as make_model_batch
 from torchrl_grpo import keys
 from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.models.segments import Segments
 from torchrl_grpo.objectives import (
     CISPOLoss,
     ClipCovLoss,
@@ -25,6 +26,7 @@ from torchrl_grpo.objectives import (
     GRPOLoss,
     KLCovLoss,
     SAPOLoss,
+    Tokens,
     VESPOLoss,
 )
 
@@ -282,8 +284,8 @@ def test_set_keys_renames_inputs_nested_ones_too() -> None:
 def test_clip_bounds_are_schedulable_buffers_in_the_state_dict() -> None:
     loss = GRPOLoss(Table(torch.zeros(1, 1, 2)), clip_epsilon=0.2)
     loss.clip_epsilon_high = 0.4
-    assert loss.state_dict()["clip_epsilon_high"].item() == pytest.approx(0.4)
-    assert loss.state_dict()["clip_epsilon_low"].item() == pytest.approx(0.2)
+    assert loss.state_dict()["objective.high"].item() == pytest.approx(0.4)
+    assert loss.state_dict()["objective.low"].item() == pytest.approx(0.2)
 
 
 def test_a_new_clip_epsilon_clips_and_is_checked() -> None:
@@ -292,7 +294,7 @@ def test_a_new_clip_epsilon_clips_and_is_checked() -> None:
     assert loss(lazy_stack(rows)).loss_objective != expected(lazy_stack(rows)).loss_objective
     loss.clip_epsilon = (0.01, 0.05)
     assert loss(lazy_stack(rows)).loss_objective == expected(lazy_stack(rows)).loss_objective
-    assert loss.state_dict()["clip_epsilon_low"].item() == pytest.approx(0.01)
+    assert loss.state_dict()["objective.low"].item() == pytest.approx(0.01)
     with pytest.raises(ValueError, match=r"clip_epsilon=1\.5"):
         loss.clip_epsilon = 1.5
 
@@ -448,13 +450,13 @@ def test_a_model_in_the_place_of_a_tensordict_module_is_refused(tiny_model) -> N
 @pytest.mark.parametrize("kind", [GRPOLoss, CISPOLoss])
 def test_a_ratio_at_a_clip_bound_is_not_clipped(kind: type[GRPOLoss]) -> None:
     loss = kind(Table(torch.zeros(1, 1, 2)), clip_epsilon=(0.25, 0.5))
-    ratio = torch.tensor([[0.75, 1.5, 0.7, 1.6]])
+    ratio, rows = torch.tensor([0.75, 1.5, 0.7, 1.6]), Segments.of([4])
     low, high = (
-        loss.clipped(ratio, torch.tensor([[sign]]))[i] for i, sign in ((0, -1.0), (1, 1.0))
+        loss.objective.clipped(Tokens({"ratio": ratio, "advantage": sign * ratio}, rows))[i]
+        for i, sign in ((0, -1.0), (1, 1.0))
     )
-    assert low.tolist() == [[False, False, True, False]] and high.tolist() == [
-        [False, False, False, True]
-    ]
+    assert low.tolist() == [False, False, True, False]
+    assert high.tolist() == [False, False, False, True]
 
 
 @pytest.mark.parametrize("size", [[2, 1], [], [0]])

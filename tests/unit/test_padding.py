@@ -12,9 +12,7 @@ from tensordict import TensorDict, lazy_stack
 
 from torchrl_grpo.models.padding import (
     pad,
-    pad_batch,
     sequences_of,
-    slice_tokens,
 )
 from torchrl_grpo.models.passes import micro_batches, pass_tokens, rank_micro_batches
 
@@ -99,17 +97,6 @@ def test_pad_fills_the_right_and_names_a_missing_entry() -> None:
     assert pad(batch, ("tokens", "full"), 9).tolist() == [[0, 1, 9], [0, 1, 2]]
     with pytest.raises(KeyError, match=r"log_probs\.full, .*tokens\.full.*: write it"):
         pad(batch, ("log_probs", "full"))
-
-
-def test_slice_tokens_cuts_per_token_entries_only() -> None:
-    rows = [
-        TensorDict({("tokens", "full"): torch.arange(n), "advantage": torch.tensor([float(n)])})
-        for n in (2, 4, 3)
-    ]
-    batch = pad_batch(lazy_stack(rows), {("tokens", "full"): 0}, ["advantage"])
-    part = slice_tokens(batch, torch.tensor([2, 0]), 3)
-    assert part["tokens", "full"].tolist() == [[0, 1, 2], [0, 1, 0]]
-    assert part["advantage"].tolist() == [[3.0], [2.0]]
 
 
 def test_entries_of_each_token_are_cut_like_the_tokens_of_a_torchrl_batch() -> None:

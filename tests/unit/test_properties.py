@@ -16,6 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.losses import padded, rows_of
 from torchrl_grpo import functional as F
 
 junk = st.sampled_from([math.nan, math.inf, -math.inf, 1e30])
@@ -83,8 +84,11 @@ def test_token_weights_add_up(mask: Tensor, length: int) -> None:
     for a sum.
     """
     sequences, tokens = int(mask.any(-1).sum()), int(mask.sum())
-    sequence_mean, token_mean = F.token_weights(mask), F.token_weights(mask, "token_mean")
-    constant = F.token_weights(mask, "constant", constant_length=length)
+    rows = rows_of(mask)
+    sequence_mean, token_mean, constant = (
+        padded(mask, F.token_weights(rows, aggregation, constant_length=length))
+        for aggregation in ("sequence_mean", "token_mean", "constant")
+    )
     assert sequence_mean.sum().item() == pytest.approx(1, rel=1e-5)
     assert token_mean.sum().item() == pytest.approx(1, rel=1e-5)
     assert constant.sum().item() == pytest.approx(tokens / length / sequences, rel=1e-5)
@@ -108,14 +112,13 @@ def test_token_weights_add_up(mask: Tensor, length: int) -> None:
 def test_padding_empty_sequences_and_order_do_not_change_a_tokens_weight(
     mask: Tensor, aggregation: Any, extra: int, random: Any
 ) -> None:
-    weights = F.token_weights(mask, aggregation, constant_length=3)
+    weights = padded(mask, F.token_weights(rows_of(mask), aggregation, constant_length=3))
     order = list(range(len(mask) + 1))
     random.shuffle(order)
     wide = torch.zeros(len(mask) + 1, mask.shape[1] + extra, dtype=torch.bool)
     wide[: len(mask), : mask.shape[1]] = mask
-    got = F.token_weights(wide[order], aggregation, constant_length=3)[
-        torch.tensor(order).argsort()
-    ]
+    flat = F.token_weights(rows_of(wide[order]), aggregation, constant_length=3)
+    got = padded(wide[order], flat)[torch.tensor(order).argsort()]
     assert torch.equal(got[: len(mask), : mask.shape[1]], weights)
     assert got.count_nonzero() == mask.sum()
 
@@ -380,15 +383,13 @@ def test_a_sequences_log_ratio_is_its_mean_over_its_own_tokens(
     mask: Tensor, shift: float, data: Any
 ) -> None:
     values = filled(mask, data)
-    got = F.sequence_log_ratio(values, mask)
-    assert got.shape == (len(mask), 1)
-    for row, keep, mean in zip(values, mask, got.flatten().tolist(), strict=True):
+    rows = rows_of(mask)
+    got = rows.mean(values[mask])
+    for row, keep, mean in zip(values, mask, got.tolist(), strict=True):
         inside = row[keep].tolist()
         assert mean == pytest.approx(math.fsum(inside) / len(inside) if inside else 0.0, abs=1e-12)
-    moved = F.sequence_log_ratio(values + shift, mask) - got
-    assert moved.flatten().tolist() == pytest.approx(
-        [shift * float(keep.any()) for keep in mask], abs=1e-12
-    )
+    moved = rows.mean((values + shift)[mask]) - got
+    assert moved.tolist() == pytest.approx([shift * float(keep.any()) for keep in mask], abs=1e-12)
 
 
 # Behaviour and proximal policy
@@ -421,8 +422,10 @@ def test_behaviour_weights_are_bounded_ratios_of_tokens_or_sequences(
     mask: Tensor, cap: float, bound: Any, level: Any, data: Any
 ) -> None:
     log_ratio = filled(mask, data).requires_grad_()
-    got = F.behaviour_weight(log_ratio, mask, bound, level, cap)
-    assert got.shape == mask.shape and not got.requires_grad
+    rows = rows_of(mask)
+    flat = F.behaviour_weight(log_ratio[mask], rows, bound, level, cap)
+    got = padded(mask, flat)
+    assert not got.requires_grad
     for row, keep, weights in zip(log_ratio.tolist(), mask.tolist(), got.tolist(), strict=True):
         inside = [value for value, kept in zip(row, keep, strict=True) if kept]
         for value, kept, weight in zip(row, keep, weights, strict=True):
@@ -434,7 +437,7 @@ def test_behaviour_weights_are_bounded_ratios_of_tokens_or_sequences(
                 assert weight == (cap if bound == "truncate" else 0.0)
             elif plain < cap * (1 - 1e-9):
                 assert weight == pytest.approx(plain)
-    assert (F.behaviour_weight(log_ratio, mask, "none", level, cap) == 1).all()
+    assert (F.behaviour_weight(log_ratio[mask], rows, "none", level, cap) == 1).all()
 
 
 # Statistics

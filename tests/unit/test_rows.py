@@ -96,7 +96,7 @@ def test_values_go_back_to_each_token_of_a_sequence() -> None:
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [(torch.ones(3), "one for each of its 5 tokens"), (torch.tensor(1.0), "use unsqueeze")],
+    [(torch.ones(3), r"\[3, 5\], one for each token"), (torch.tensor(1.0), "use unsqueeze")],
 )
 def test_an_entry_that_does_not_fit_the_tokens_is_refused(value: Tensor, message: str) -> None:
     rows = sequences()

@@ -13,7 +13,7 @@ from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
 from tests.support.configs import compose_config
-from tests.support.losses import Table, make_batch
+from tests.support.losses import Table, make_batch, rows_of
 from tests.support.models import make_tiny_model
 from tests.support.runs import SMALL, run, steps
 from torchrl_grpo import functional as F
@@ -120,7 +120,7 @@ def test_the_update_of_a_prefix_has_a_mean_of_0(bounds: Any) -> None:
     )
     q = sample[0].exp()
     log_ratio = (log_prob.detach() - sample[0])[:, None]
-    own = F.behaviour_weight(log_ratio, torch.ones(6, 1) > 0, level="token", **bounds)[:, 0]
+    own = F.bounded_weight(log_ratio[:, 0], **bounds)
     (plain,) = torch.autograd.grad((q * own * log_prob).sum(), weight, retain_graph=True)
     (whole,) = torch.autograd.grad((q * (own * log_prob - centered)).sum(), weight)
     assert whole.abs().max() < 1e-12 < 1e-3 < plain.abs().max()
@@ -165,7 +165,7 @@ def test_the_loss_subtracts_the_mean_score_of_each_token(bounds: Any) -> None:
     scored = TokenScorer(model, temperature=0.7)(batch.copy())[keys.CUR_LOG_PROBS].detach()
     mask = batch.get(keys.ASSISTANT_MASK, as_padded_tensor=True)
     sampled = batch.get(keys.LOG_PROBS, as_padded_tensor=True)
-    drift = F.sequence_log_ratio(scored - sampled, mask).abs().flatten()
+    drift = rows_of(mask).mean((scored - sampled)[mask]).abs()
     bound = drift.sort().values[2:4].mean().exp().item()  # half of the sequences are beyond it
     weight = {f"behaviour_{name.replace('bound', 'weight')}": bounds[name] for name in bounds}
     loss = GRPOLoss(

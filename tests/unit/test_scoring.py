@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +11,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.support.models import make_tiny_model
-from torchrl_grpo.keys import ASSISTANT_MASK, CUR_LOG_PROBS, ENTROPY, FULL, LAYOUT
+from torchrl_grpo.keys import CUR_LOG_PROBS, ENTROPY
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.head import chunk_width, chunked_log_probs, chunks_of
-from torchrl_grpo.models.layout import Layout
-from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 
 
@@ -145,41 +142,6 @@ def test_forward_takes_ragged_batches_and_writes_its_out_keys() -> None:
     )
     torch.testing.assert_close(out[CUR_LOG_PROBS][0, :5], alone[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out[ENTROPY][0, :5], alone_entropy[0], rtol=1e-5, atol=1e-6)
-
-
-def test_a_layout_in_the_batch_is_used_for_its_own_tensors_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    scorer = TokenScorer(make_tiny_model())
-    tokens, mask = make_batch()
-    batch = TensorDict({FULL: tokens, ASSISTANT_MASK: mask}, [4])
-    expected = scorer(batch.copy())[CUR_LOG_PROBS]
-    own = Rows.of(tokens, mask)
-    batch.set_non_tensor(LAYOUT, (mask, own, scorer.layout(own)))
-    layouts = []
-    layout = scorer.layout
-
-    def noting(*args: Any, **kwargs: Any) -> Layout:
-        layouts.append(len(args[0]))
-        return layout(*args, **kwargs)
-
-    monkeypatch.setattr(scorer, "layout", noting)
-    assert torch.equal(scorer(batch.copy())[CUR_LOG_PROBS], expected) and layouts == []
-    for rows in (
-        torch.tensor([3, 0, 2, 1]),
-        torch.tensor([1, 0]),
-    ):  # arguments that a custom loss may pass
-        torch.testing.assert_close(
-            scorer(batch[rows])[CUR_LOG_PROBS], expected[rows], rtol=1e-5, atol=1e-6
-        )
-    shifted = batch.copy().set(ASSISTANT_MASK, mask & (torch.arange(12) > 8))
-    torch.testing.assert_close(
-        scorer(shifted)[CUR_LOG_PROBS],
-        torch.where(shifted[ASSISTANT_MASK], expected, 0.0),
-        rtol=1e-5,
-        atol=1e-6,
-    )
-    assert layouts == [4, 2, 4]
 
 
 def test_a_head_with_bias_and_another_architecture() -> None:

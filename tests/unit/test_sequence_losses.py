@@ -15,7 +15,8 @@ from tests.support.losses import Table, make_batch, total
 from torchrl_grpo import functional as F
 from torchrl_grpo.assembly.algorithm import make_loss
 from torchrl_grpo.config import ConfigError
-from torchrl_grpo.objectives import GMPOLoss, GRPOLoss, VESPOLoss
+from torchrl_grpo.models.segments import Segments
+from torchrl_grpo.objectives import GMPOLoss, GRPOLoss, Tokens, VESPOLoss
 
 
 def gmpo(log_ratios: list[Tensor], log_probs: list[Tensor], advantage: float) -> Tensor:
@@ -67,29 +68,28 @@ def test_losses_of_whole_sequences_equal_plain_loops(
 
 
 def test_the_sequence_losses_by_hand() -> None:
-    """Ratios 2, 1/4 and, outside of the mask, 8: with A = 1 clipped at e^0.4."""
-    mask = torch.tensor([[True, True, False]])
-    ratio = torch.tensor([[2.0, 0.25, 8.0]], dtype=torch.float64)
-    one = torch.ones(1, 1, dtype=torch.float64)
+    """Ratios 2 and 1/4, and 8 of another sequence: with A = 1 clipped at e^0.4."""
+    ratio = torch.tensor([2.0, 0.25, 8.0], dtype=torch.float64)
+    rows, one = Segments.of([2, 1]), torch.ones_like(ratio)
     up = math.exp(0.4 / 2) * 0.5
-    assert F.gmpo_objective(ratio, one, mask, 0.4, 0.4)[0, 0].item() == pytest.approx(up)
+    assert F.gmpo_objective(ratio, one, rows, 0.4, 0.4)[0].item() == pytest.approx(up)
     down = -math.exp(-0.4 / 2) * math.sqrt(2)
-    assert F.gmpo_objective(ratio, -one, mask, 0.4, 0.4)[0, 0].item() == pytest.approx(down)
-    inside = torch.where(mask, ratio, 1.0)
-    gate = F.vespo_objective(inside, one, one, (2.0, 3.0), (3.0, 2.0))
-    assert gate[0, 0].item() == pytest.approx(0.25 * math.exp(1.5))  # W = 1/2
-    gate = F.vespo_objective(inside, one, -one, (2.0, 3.0), (3.0, 2.0))
-    assert gate[0, 0].item() == pytest.approx(-0.125 * math.exp(1.0))
-    far = F.vespo_objective(inside * 1e9, one, one, (2.0, 3.0), (3.0, 2.0))
-    assert far[0, 0].item() == 0.0
+    assert F.gmpo_objective(ratio, -one, rows, 0.4, 0.4)[0].item() == pytest.approx(down)
+    gate = F.vespo_objective(ratio, one, one, rows, (2.0, 3.0), (3.0, 2.0))
+    assert gate[0].item() == pytest.approx(0.25 * math.exp(1.5))  # W = 1/2
+    gate = F.vespo_objective(ratio, one, -one, rows, (2.0, 3.0), (3.0, 2.0))
+    assert gate[0].item() == pytest.approx(-0.125 * math.exp(1.0))
+    far = F.vespo_objective(ratio * 1e9, one, one, rows, (2.0, 3.0), (3.0, 2.0))
+    assert far[0].item() == 0.0
 
 
 def test_clipped_log_ratios_are_counted() -> None:
     loss = GMPOLoss(Table(make_batch(0)[0]))
-    ratio = torch.tensor([[1.4, 1.5, 0.6, 0.7]])
-    low, high = loss.clipped(ratio, torch.tensor([[1.0, 1.0, -1.0, -1.0]]))
-    assert high.tolist() == [[False, True, False, False]]
-    assert low.tolist() == [[False, False, True, False]]
+    ratio = torch.tensor([1.4, 1.5, 0.6, 0.7])
+    values = {"ratio": ratio, "advantage": torch.tensor([1.0, 1.0, -1.0, -1.0])}
+    low, high = loss.objective.clipped(Tokens(values, Segments.of([4])))
+    assert high.tolist() == [False, True, False, False]
+    assert low.tolist() == [False, False, True, False]
 
 
 @pytest.mark.parametrize("kind", [GMPOLoss, VESPOLoss])

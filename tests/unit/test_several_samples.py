@@ -12,12 +12,13 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from tests.support import losses
 from tests.support.models import make_tiny_model
+from tests.support.padded import pad_batch
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import functional as F
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.sampler import has_variance
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
-from torchrl_grpo.models.padding import pad_batch, trajectories_of
+from torchrl_grpo.models.padding import trajectories_of
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.runtime.groups import PackedGroup
 from torchrl_grpo.transforms import GroupAdvantage, RewardShaping
@@ -85,6 +86,7 @@ def test_a_trajectory_counts_once_with_equal_tokens(aggregation, of_samples):
     )
     batch = TensorDict(
         {
+            keys.FULL: torch.zeros(3, 4, dtype=torch.int64),
             keys.ASSISTANT_MASK: torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]]).bool(),
             keys.LOG_PROBS: torch.zeros(3, 4),
             keys.TRAJECTORY: torch.tensor([[4], [4], [9]]),
@@ -100,8 +102,10 @@ def test_a_trajectory_in_two_samples_weighs_what_it_weighs_in_one():
     whole = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool()
     split = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]]).bool()
     for aggregation in ("sequence_mean", "token_mean", "constant"):
-        one = F.token_weights(whole, aggregation)[whole]
-        two = F.token_weights(split, aggregation, trajectory=torch.tensor([0, 0, 1]))[split]
+        one = F.token_weights(losses.rows_of(whole), aggregation)
+        two = F.token_weights(
+            losses.rows_of(split), aggregation, trajectory=torch.tensor([0, 0, 1])
+        )
         assert torch.equal(one, two)
 
 
@@ -128,6 +132,7 @@ def test_a_loss_alone_and_micro_batches_weigh_as_the_whole_batch():
 def test_a_trajectory_that_is_not_valid_leaves_with_its_samples():
     batch = TensorDict(
         {
+            keys.FULL: torch.zeros(3, 2, dtype=torch.int64),
             keys.ASSISTANT_MASK: torch.ones(3, 2, dtype=torch.bool),
             keys.LOG_PROBS: torch.zeros(3, 2),
             keys.TRAJECTORY: torch.tensor([[4], [4], [9]]),

@@ -17,7 +17,6 @@ from tests.support.families import make_family
 from tests.support.models import make_lora, make_tiny_model
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
-from torchrl_grpo.learner import step
 from torchrl_grpo.models import attention as attending
 from torchrl_grpo.models import layout as layouts
 from torchrl_grpo.models import loading, passes, scoring
@@ -591,8 +590,7 @@ def test_a_step_and_scoring_lay_out_all_passes_before_the_first_one(
         monkeypatch.setattr(module, name, lambda *args: (events.append(name), function(*args))[1])
 
     record(scoring, "packed")
-    for module in (step, passes):
-        record(module, "shared_prompts")
+    record(passes, "shared_prompts")
     trainer.train_step(make_batch(repeats=4))
     assert events == ["shared_prompts", *["packed"] * 3, *["pass"] * 3]
     events.clear()

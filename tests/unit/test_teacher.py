@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.support.configs import SMALL, compose_config
 from tests.support.losses import Table, make_batch
 from tests.support.models import make_llama, make_tiny_model
+from tests.support.padded import pad_batch
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
@@ -24,7 +25,6 @@ from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.models import divergence as divergence_module
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
-from torchrl_grpo.models.padding import pad_batch
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.starter import starter_path

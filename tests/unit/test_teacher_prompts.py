@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.configs import SMALL, compose_config
 from tests.support.losses import Table, make_batch
 from tests.support.models import make_llama, make_tiny_model
+from tests.support.padded import pad_batch
 from tests.support.sglang_stub import SGLangStub
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.prepare import prepare
@@ -24,7 +25,6 @@ from torchrl_grpo.config import ConfigError
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.integrations.served_teacher import ServedTeacher
 from torchrl_grpo.models.divergence import Teacher
-from torchrl_grpo.models.padding import pad_batch
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.reward_pool import RewardPool

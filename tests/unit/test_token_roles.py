@@ -28,9 +28,8 @@ from torchrl_grpo.learner.writer import CheckpointWriter
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import ClipCovLoss, GRPOLoss, KLCovLoss
 
-MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]], dtype=torch.bool)
-LOG_PROB = torch.tensor([[-1.0, -4.0, math.nan], [-2.0, -5.0, -3.0], [9.0, 9.0, 9.0]]).double()
-ADVANTAGE = torch.tensor([[3.0], [-2.0], [100.0]]).double()
+LOG_PROB = torch.tensor([-1.0, -4.0, -2.0, -5.0, -3.0]).double()
+ADVANTAGE = torch.tensor([3.0, 3.0, -2.0, -2.0, -2.0]).double()
 # Means of -3 and 0: covariances of 6 and -3; -2, 4 and 0.
 
 
@@ -48,17 +47,13 @@ ADVANTAGE = torch.tensor([[3.0], [-2.0], [100.0]]).double()
 def test_tokens_of_clip_cov_by_hand(
     bounds: tuple[float, float], share: float, expected: list[list[int]]
 ) -> None:
-    out = F.clip_cov_tokens(LOG_PROB, ADVANTAGE, MASK, share, bounds)
-    assert [row[keep].int().tolist() for row, keep in zip(out, MASK, strict=True)] == [
-        *expected,
-        [],
-    ]
-    assert not (out & ~MASK).any()
+    out = F.clip_cov_tokens(LOG_PROB, ADVANTAGE, share, bounds)
+    assert [part.int().tolist() for part in out.split([2, 3])] == expected
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.1, 1), (0.59, 2), (0.61, 3), (1.0, 5)])
 def test_clip_cov_draws_at_most_its_share_and_always_the_same(share: float, count: int) -> None:
-    drawn = [F.clip_cov_tokens(LOG_PROB, ADVANTAGE, MASK, share, (-9, 9)) for _ in range(2)]
+    drawn = [F.clip_cov_tokens(LOG_PROB, ADVANTAGE, share, (-9, 9)) for _ in range(2)]
     assert drawn[0].sum() == count
     assert torch.equal(*drawn)
 
@@ -73,22 +68,18 @@ def test_clip_cov_draws_at_most_its_share_and_always_the_same(share: float, coun
     ],
 )
 def test_tokens_of_kl_cov_by_hand(share: float, expected: list[list[int]]) -> None:
-    out = F.kl_cov_tokens(LOG_PROB, ADVANTAGE, MASK, share)
-    assert [row[keep].int().tolist() for row, keep in zip(out, MASK, strict=True)] == [
-        *expected,
-        [],
-    ]
-    assert not (out & ~MASK).any()
+    out = F.kl_cov_tokens(LOG_PROB, ADVANTAGE, share)
+    assert [part.int().tolist() for part in out.split([2, 3])] == expected
 
 
 def test_a_batch_without_tokens_has_none_to_treat_apart() -> None:
-    nothing = torch.zeros_like(MASK)
+    nothing = LOG_PROB[:0]
     for out in (
-        F.clip_cov_tokens(LOG_PROB, ADVANTAGE, nothing, 1.0, (-9, 9)),
-        F.kl_cov_tokens(LOG_PROB, ADVANTAGE, nothing, 1.0),
-        F.top_entropy_tokens(LOG_PROB, nothing, 0.5),
+        F.clip_cov_tokens(nothing, nothing, 1.0, (-9, 9)),
+        F.kl_cov_tokens(nothing, nothing, 1.0),
+        F.top_entropy_tokens(nothing, 0.5),
     ):
-        assert not out.any()
+        assert out.tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -103,10 +94,9 @@ def test_a_batch_without_tokens_has_none_to_treat_apart() -> None:
     ],
 )
 def test_top_entropies_by_hand(share: float, expected: list[float]) -> None:
-    entropy = torch.tensor([[3.0, 0.5, math.nan], [1.0, 3.0, 2.0], [9.0, 9.0, 9.0]])
-    out = F.top_entropy_tokens(entropy, MASK, share)
+    entropy = torch.tensor([3.0, 0.5, 1.0, 3.0, 2.0])
+    out = F.top_entropy_tokens(entropy, share)
     assert sorted(entropy[out].tolist()) == expected
-    assert not (out & ~MASK).any()
 
 
 def test_the_penalty_of_kl_cov_by_hand() -> None:
@@ -207,10 +197,11 @@ def test_micro_batches_add_up_whatever_the_rule(kind: Any) -> None:
     for part in loss.normalize(batch.clone()).split(1):
         total(loss(part)).backward()
     torch.testing.assert_close(loss.actor_network.logits.grad, whole.actor_network.logits.grad)
-    roles = loss.token_roles(batch, batch["masks", "all_assistant_mask"])
-    low = ~F.top_entropy_tokens(batch[keys.PROX_ENTROPY], batch["masks", "all_assistant_mask"], 0.5)
-    assert not roles[low].any()
-    assert (roles == 0).any() and (roles == 1).any() and (roles == 2).any() == (kind is KLCovLoss)
+    prepared = loss.prepare(loss.read(batch)).values
+    trained = prepared[keys.TOKEN_ROLES]
+    assert not trained[~F.top_entropy_tokens(prepared[keys.PROX_ENTROPY], 0.5)].any()
+    assert trained.any() and not trained.all()
+    assert (("loss", "penalized") in prepared) == (kind is KLCovLoss)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -239,19 +230,20 @@ def test_entropies_are_those_of_the_policy_before_the_batch(micro_batch_tokens: 
     trainer = make_trainer(model, optim_batch_size=4, micro_batch_tokens=micro_batch_tokens)
     trainer.loss = GRPOLoss(TokenScorer(model), proximal="recomputed", top_entropy_quantile=0.2)
     seen: list[Any] = []
-    normalize = trainer.loss.normalize
-    trainer.loss.normalize = lambda data: (normalize(data), seen.append(data))[0]  # type: ignore[method-assign, func-returns-value]
+    prepare = trainer.loss.prepare
+    trainer.loss.prepare = lambda rows: (seen.append(prepare(rows)), seen[-1])[1]  # type: ignore[method-assign, func-returns-value]
     before = TokenScorer(make_tiny_model())
     trainer.train_batch(make_sequences())
     assert len(seen) == 2
-    for data in seen:
-        mask = data[keys.ASSISTANT_MASK]
-        log_probs, entropy = (tensor.detach() for tensor in before.score(data[keys.FULL], mask))
-        torch.testing.assert_close(data[keys.PROX_ENTROPY], entropy, rtol=0, atol=1e-5)
-        torch.testing.assert_close(data[keys.PROX_LOG_PROBS], log_probs, rtol=0, atol=1e-5)
-        roles = data[keys.TOKEN_ROLES]
-        assert entropy[roles].min() >= entropy[mask & ~roles].max()
-        assert abs(int(roles.sum()) - 0.2 * int(mask.sum())) <= 1
+    for rows in seen:
+        scores = before.score_rows(before.layout(rows))
+        entropy, values = scores["entropy"].detach(), rows.values
+        torch.testing.assert_close(values[keys.PROX_ENTROPY], entropy, rtol=0, atol=1e-5)
+        log_probs = scores["log_prob"].detach()
+        torch.testing.assert_close(values[keys.PROX_LOG_PROBS], log_probs, rtol=0, atol=1e-5)
+        trained = values[keys.TOKEN_ROLES]
+        assert entropy[trained].min() >= entropy[~trained].max()
+        assert abs(int(trained.sum()) - 0.2 * len(trained)) <= 1
 
 
 # The coefficient of the entropy bonus

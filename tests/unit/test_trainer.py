@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 
 from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
@@ -21,9 +21,9 @@ from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
 from torchrl_grpo.learner.parts import tensors_in
 from torchrl_grpo.learner.writer import CheckpointWriter
 from torchrl_grpo.models import loading
-from torchrl_grpo.models.padding import pad
+from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import TokenScorer
-from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.objectives import Clip, GRPOLoss, PolicyLoss, Term, Tokens
 
 
 def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
@@ -166,28 +166,39 @@ def test_staleness_is_counted_from_the_version_that_sampled_each_token() -> None
     )
 
 
-class RewardedLoss(GRPOLoss):
-    """A custom loss, which reads a number of each sequence and one of each token."""
+class Rewarded(Term):
+    """A term that reads a number of each sequence and one of each token."""
 
-    @property
-    def in_keys(self) -> list[Any]:
-        return [*super().in_keys, ("next", "reward"), "importance"]
+    name = "rewarded"
+    in_keys = (("next", "reward"), "importance")
 
+    def forward(self, t: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        value = t["importance"] * t["next", "reward"]
+        return value, {"seen": value.sum()}
+
+
+class WithForward(GRPOLoss):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        out = super().forward(tensordict)
-        share = pad(tensordict, "importance") * tensordict.get(("next", "reward"))
-        return out.set("seen", share.sum().detach())
+        return super().forward(tensordict)
 
 
-def test_a_custom_loss_gets_the_extra_entries_it_reads() -> None:
+def test_a_loss_with_its_own_forward_is_refused_by_the_trainer() -> None:
+    model = make_tiny_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(TypeError, match=r"WithForward\.forward .*: write a Term"):
+        GRPOTrainer(WithForward(TokenScorer(model)), model, optimizer, optim_batch_size=8)
+
+
+def test_a_part_gets_the_extra_entries_it_reads() -> None:
     batch = make_batch()
     for index, row in enumerate(batch.unbind(0)):
         row["next", "reward"] = torch.tensor([float(index)])
         row["importance"] = torch.full((len(row[keys.FULL]),), 0.5)
-    expected = sum(0.5 * index * len(row[keys.FULL]) for index, row in enumerate(batch.unbind(0)))
+    masks = [row[keys.ASSISTANT_MASK] for row in batch.unbind(0)]
+    expected = sum(0.5 * index * int(mask.sum()) for index, mask in enumerate(masks))
     model = make_tiny_model()
     trainer = GRPOTrainer(
-        RewardedLoss(TokenScorer(model)),
+        PolicyLoss(TokenScorer(model), Clip(), terms=[Rewarded(0.1)]),
         model,
         torch.optim.SGD(model.parameters()),
         optim_batch_size=8,
@@ -333,16 +344,16 @@ def test_the_recomputed_proximal_policy_is_that_before_the_first_step() -> None:
     model = make_tiny_model()
     trainer = make_trainer(model, optim_batch_size=4, epochs=2)
     trainer.loss = GRPOLoss(TokenScorer(model), proximal="recomputed", behaviour_weight="truncate")
-    seen: list[TensorDict] = []
-    normalize = trainer.loss.normalize
-    trainer.loss.normalize = lambda data: (seen.append(data), normalize(data))[1]  # type: ignore[method-assign]
+    seen: list[Rows] = []
+    prepare = trainer.loss.prepare
+    trainer.loss.prepare = lambda rows: (seen.append(rows), prepare(rows))[1]  # type: ignore[method-assign]
     batch = make_batch()
     before = TokenScorer(make_tiny_model())
     trainer.train_batch(batch)
     assert len(seen) == 4
-    for data in seen:
-        scores = before.score(data[keys.FULL], data[keys.ASSISTANT_MASK])[0].detach()
-        torch.testing.assert_close(data[keys.PROX_LOG_PROBS], scores, rtol=0, atol=1e-5)
+    for rows in seen:
+        scores = before.score_rows(before.layout(rows))["log_prob"].detach()
+        torch.testing.assert_close(rows.values[keys.PROX_LOG_PROBS], scores, rtol=0, atol=1e-5)
     assert keys.PROX_LOG_PROBS not in list(batch.keys(True, True))
     assert (
         max(
@@ -370,10 +381,11 @@ def test_the_ratio_to_the_recomputed_policy_is_1_to_the_last_bit(
         model.parameters(), lr=0.0
     )  # so that each step is a first one
     seen: list[torch.Tensor] = []
-    ratio = trainer.loss.ratio
-    trainer.loss.ratio = lambda *args: (seen.append(ratio(*args)), seen[-1])[1]  # type: ignore[method-assign]
-    trainer.train_batch(make_batch())
-    assert sum(len(values) for values in seen) == 8
+    trainer.loss.objective.register_forward_hook(lambda _, args, __: seen.append(args[0]["ratio"]))
+    batch = make_batch()
+    trainer.train_batch(batch)
+    sampled = sum(int(row[keys.ASSISTANT_MASK].sum()) for row in batch.unbind(0))
+    assert sum(len(values) for values in seen) == sampled
     assert all((values == 1).all() for values in seen)
 
 
@@ -384,8 +396,10 @@ def test_staleness_is_counted_from_the_version_that_sampled() -> None:
     trainer.version = 7
     batch = make_batch()
     batch.set(keys.POLICY_VERSION, torch.tensor([[7], [6], [5], [4], [7], [7], [7], [0]]))
-    seen: list[TensorDict] = []
-    normalize = trainer.loss.normalize
-    trainer.loss.normalize = lambda data: (seen.append(data), normalize(data))[1]  # type: ignore[method-assign]
+    seen: list[Rows] = []
+    prepare = trainer.loss.prepare
+    trainer.loss.prepare = lambda rows: (seen.append(rows), prepare(rows))[1]  # type: ignore[method-assign]
     trainer.train_batch(batch)
-    assert seen[0][keys.STALENESS].flatten().tolist() == [0, 1, 2, 3, 0, 0, 0, 7]
+    [rows] = seen
+    first = rows.of_scored.offsets[:-1]
+    assert rows.values[keys.STALENESS][first].tolist() == [0, 1, 2, 3, 0, 0, 0, 7]

@@ -12,7 +12,7 @@ from torchrl.envs import Transform
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.components import make_component
 from torchrl_grpo.config import GRPOConfig
-from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.objectives import GRPOLoss, Surrogate
 from torchrl_grpo.rewards.spec import PartWeights
 from torchrl_grpo.transforms.advantage import GroupAdvantage
 from torchrl_grpo.transforms.reward import RewardShaping
@@ -37,6 +37,7 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
         policy.loss,
         GRPOLoss,
         actor_network,
+        part=("objective", Surrogate),
         clip_epsilon=config.clip_epsilon,
         ratio_level=policy.ratio_level,
         aggregation=policy.aggregation,

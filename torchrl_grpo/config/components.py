@@ -11,7 +11,13 @@ from torchrl_grpo.errors import ConfigError
 
 
 def make_component(
-    field: str, node: dict[str, Any], base: type[Any], name: str, *args: Any, **settings: Any
+    field: str,
+    node: dict[str, Any],
+    base: type[Any],
+    name: str,
+    *args: Any,
+    part: tuple[str, type[Any]] | None = None,
+    **settings: Any,
 ) -> Any:
     """Return an object of the class that ``_target_`` names, ours or the user's.
 
@@ -21,6 +27,7 @@ def make_component(
         base: required base class.
         name: of the class, as the config has it.
         *args: positional arguments.
+        part: name of an argument of ``base`` that the class may be for instead, and its class.
         **settings: arguments that other config fields determine.
 
     Raises:
@@ -35,12 +42,16 @@ def make_component(
             "a class of yours, as path/to/file.py:Class."
         ) from error
     is_class = isinstance(factory, partial) and isinstance(factory.func, type)
-    if not (is_class and issubclass(factory.func, base)):
+    is_part = is_class and part is not None and issubclass(factory.func, part[1])
+    if not is_part and not (is_class and issubclass(factory.func, base)):
+        or_part = "" if part is None else f" or {part[1].__name__}"
         raise ConfigError(
-            f"{field}._target_={name} must be a subclass of {base.__name__}: derive it from "
-            f"{base.__module__}."
+            f"{field}._target_={name} must be a subclass of {base.__name__}{or_part}: derive it "
+            f"from {base.__module__}."
         )
     try:
+        if is_part and part is not None:
+            return base(*args, **settings, **{part[0]: factory.func(**factory.keywords)})
         return factory.func(*args, **settings, **factory.keywords)
     except TypeError as error:
         passed = ", ".join(f"{field}.{key}" for key in factory.keywords)

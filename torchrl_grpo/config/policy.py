@@ -18,7 +18,7 @@ class PolicyConfig:
     loss: dict[str, Any] = field(
         default_factory=lambda: {"_target_": "torchrl_grpo.objectives.GRPOLoss"}
     )
-    """The loss: as _target_ a class of the package, or your subclass of GRPOLoss as file.py:Class
+    """The loss: as _target_ a class of the package, or your Surrogate or subclass of GRPOLoss as file.py:Class
     or package.module.Class, with its arguments next to it.
     """
     advantage: dict[str, Any] = field(

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor, nn
 
 from torchrl_grpo import keys
 from torchrl_grpo.host.text import clip, printable
 from torchrl_grpo.models.padding import demonstrations_in, has, pad
+from torchrl_grpo.models.rows import Rows
 
 _MOST, _LONGEST = 3, 60
 """Maximum number of samples to name, and characters of each."""
@@ -20,7 +20,7 @@ _MOST, _LONGEST = 3, 60
 
 def where_not_finite(
     model: nn.Module,
-    data: TensorDict,
+    rows: Rows,
     parts: Sequence[Tensor],
     passes: Callable[[Tensor], Any],
     queries: Sequence[str] | None = None,
@@ -33,23 +33,30 @@ def where_not_finite(
 
     Args:
         model: the trained model, with the weights of the step.
-        data: padded batch with the entries that the loss reads.
-        parts: the micro-batches, as rows of ``data``.
+        rows: the sequences, with the entries that the loss reads.
+        parts: the passes, as indices of sequences.
         passes: forward and backward pass of some rows, as in the step.
         queries: names of the rows in the message; by default their numbers.
         one_by_one: whether to try samples one at a time; must be False if several ranks have to
             make the same passes.
     """
-    counts = data.get(keys.LOSS_WEIGHTS) != 0
-    for key in data.keys(True, True):
-        if rows := _rows(data.get(key), counts):
+    counts = rows.values[keys.LOSS_WEIGHTS] != 0
+    for key, value in rows.values.items():
+        finite = value.isfinite().reshape(len(value), -1).all(-1)
+        wrong = rows.of_scored.row[~finite & counts].unique().tolist()
+        if wrong and key != keys.KEPT_LOG_PROBS:  # which has -inf
             name = key if isinstance(key, str) else ".".join(key)
-            return f"the batch's entry {name} is not finite in {_named(rows, queries)}, before any pass"
-    wrong = [
+            return (
+                f"the batch's entry {name} is not finite in {_named(wrong, queries)}, before any "
+                "pass"
+            )
+    wrong_weights = [
         name for name, weight in model.named_parameters() if not weight.detach().isfinite().all()
     ]
-    if wrong:
-        return f"{len(wrong)} weights are not finite, the first of which is {wrong[0]}"
+    if wrong_weights:
+        return (
+            f"{len(wrong_weights)} weights are not finite, the first of which is {wrong_weights[0]}"
+        )
     source: str | None = None
     bad: list[int] = []
     for part in parts:
@@ -57,12 +64,12 @@ def where_not_finite(
         if first is None:
             continue
         source = source or first
-        rows = part.tolist()
+        several = part.tolist()
         if one_by_one and len(bad) < _MOST:
-            rows = [
-                row for row in rows if _first_module(model, torch.tensor([row]), passes)
-            ] or rows
-        bad += rows
+            several = [
+                row for row in several if _first_module(model, torch.tensor([row]), passes)
+            ] or several
+        bad += several
     if source is None:
         return "each of its micro-batches is finite, so the numbers overflow only in their sum"
     return (
@@ -116,15 +123,6 @@ def _watched(model: nn.Module, modules: list[str]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _rows(value: Tensor, counts: Tensor) -> list[int]:
-    """Return the rows of an entry with a non-finite value at a token that counts."""
-    if not value.is_floating_point():
-        return []
-    counts = counts if value.shape == counts.shape else counts.any(-1, keepdim=True)
-    wrong = ~value.isfinite().reshape(len(value), -1) & counts
-    return wrong.any(-1).nonzero().flatten().tolist()
 
 
 def _named(rows: Sequence[int], queries: Sequence[str] | None) -> str:

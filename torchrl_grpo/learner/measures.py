@@ -6,16 +6,15 @@ sequences, from the passes of the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchrl_grpo import keys
 from torchrl_grpo.compat.torch import copies, differences, first_place, norms
 from torchrl_grpo.learner.optimizer import has_small_states
+from torchrl_grpo.models.passes import Pass
+from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.sharding import local_part
 
 _MOST = 1024
@@ -119,57 +118,50 @@ def _squares(tensors: Sequence[Tensor]) -> Tensor:
     return norms(tensors).square().sum()
 
 
-_NAMES = {"trainer": keys.CUR_LOG_PROBS, "entropy": keys.ENTROPY}
+_NAMES = {"trainer": "log_prob", "entropy": "entropy"}
 
 
 class PassScores:
-    """Log-probs and entropies of a batch, from the first pass over each sequence.
+    """Log-probs and entropies of a batch, from the first pass over each sequence."""
 
-    Args:
-        scorer: the actor network of a loss, which computes them.
-    """
-
-    def __init__(self, scorer: nn.Module) -> None:
-        self._size = self._first = self._next = 0
-        self._latest: dict[str, Tensor] = {}
-        self._passes: list[tuple[Tensor, dict[str, Tensor]]] = []
-        self._places: dict[int, tuple[int, int]] = {}
-        scorer.register_forward_hook(self._keep)
-
-    def _keep(self, scorer: nn.Module, inputs: Any, out: TensorDictBase) -> None:
-        scores = {name: out.get(key, None) for name, key in _NAMES.items()}
-        self._latest = {name: value.detach() for name, value in scores.items() if value is not None}
+    def __init__(self) -> None:
+        self.begin_batch(0)
 
     def begin_batch(self, size: int) -> None:
         """Forget the previous batch. Optimization batches must come in the new batch's order."""
         self._size = size
         self._first = self._next = 0
-        self._passes = []
-        self._places = {}
+        self._places: dict[int, tuple[Rows, int, dict[str, Tensor]]] = {}
 
     def begin_step(self, size: int) -> None:
         """Begin the next optimization batch."""
         self._first = self._next
         self._next += size
 
-    def note(self, index: Tensor) -> None:
-        """Record that the latest pass covered these rows of the optimization batch, [n] int64.
+    def note(self, each: Pass, scores: Mapping[str, Tensor]) -> None:
+        """Record the scores of a pass over sequences of the optimization batch.
 
-        Rows after the sequences are demonstrations, which are not samples.
+        Sequences after those of the batch are demonstrations, which are not samples.
         """
-        if self._first < self._size:
-            sampled = index < self._next - self._first
-            self._passes.append((torch.where(sampled, self._first + index, -1), self._latest))
+        if self._first >= self._size:
+            return
+        kept = {name: scores[key].detach() for name, key in _NAMES.items() if key in scores}
+        for position, index in enumerate(each.index.tolist()):
+            if index < self._next - self._first:
+                self._places.setdefault(self._first + index, (each.rows, position, kept))
 
     def of(self, row: int) -> dict[str, Tensor]:
         """Return the scores of a row of the batch by name, [T] each; empty if another rank computed
         them.
         """
-        if not self._places:
-            for number, (rows, _) in enumerate(self._passes):
-                for position, batch_row in enumerate(rows.tolist()):
-                    self._places.setdefault(batch_row, (number, position))
         if row not in self._places:
             return {}
-        number, position = self._places[row]
-        return {name: value[position] for name, value in self._passes[number][1].items()}
+        rows, position, scores = self._places[row]
+        places = rows.of_scored.places(torch.tensor([position]))
+        out = {}
+        for name, values in scores.items():
+            whole = values.new_zeros(int(rows.lengths[position]))
+            here = (part.to(values.device) for part in (rows.position[places], places))
+            at, index = here
+            out[name] = whole.index_copy(0, at, values[index])
+        return out

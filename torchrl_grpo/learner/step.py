@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl import torchrl_logger
 
@@ -23,25 +23,16 @@ from torchrl_grpo.compat.torch import mark_overflow
 from torchrl_grpo.errors import MemoryShortError, NonFiniteError, NoSignalError
 from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.host.memory import memory_short
-from torchrl_grpo.images import Spans
 from torchrl_grpo.images.families import vision_parameters
 from torchrl_grpo.learner.diagnosis import queries_of, where_not_finite, why_no_token
 from torchrl_grpo.learner.measures import PassScores, StepMeasures
 from torchrl_grpo.learner.optimizer import EntropyControl, has_small_states
 from torchrl_grpo.learner.parts import read_parts
-from torchrl_grpo.models.layout import Prompt, send, shared_prompts
+from torchrl_grpo.models.layout import send
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import MEMORY_SHARE, StepSetup, savings, step_memory
-from torchrl_grpo.models.padding import (
-    has,
-    images_of_rows,
-    pad,
-    pad_batch,
-    slice_tokens,
-    trajectories_of,
-    with_demonstrations,
-)
-from torchrl_grpo.models.passes import pass_tokens, rank_micro_batches
+from torchrl_grpo.models.padding import entry, has, parts_of, trajectories_of
+from torchrl_grpo.models.passes import Pass, make_passes
 from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import AverageScorer, TokenScorer, autocast, check_packing
 from torchrl_grpo.models.sharding import (
@@ -51,8 +42,9 @@ from torchrl_grpo.models.sharding import (
     num_replicas,
     sum_gradients,
 )
-from torchrl_grpo.objectives.grpo import NORMALIZED, GRPOLoss
 from torchrl_grpo.objectives.output import LARGEST_RATIO, TORCHRL_METRICS, accumulate
+from torchrl_grpo.objectives.parts import Entropy, Term
+from torchrl_grpo.objectives.policy_loss import PolicyLoss
 from torchrl_grpo.transforms.kl_scoring import EntropyScoring, KLScoring
 from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
 
@@ -62,7 +54,7 @@ class GRPOTrainer:
 
     A batch contains the groups that are trained between two weight syncs. ``train_batch`` splits it
     into optimization batches, and ``train_step`` makes one optimizer step with each of them:
-    micro-batches -> ``forward_backward`` -> ``optim_step``. The loss is normalized over the whole
+    passes -> ``forward_backward`` -> ``optim_step``. The loss is normalized over the whole
     optimization batch, so the split into micro-batches affects only memory.
 
     ``version`` counts trained batches, and is the engines' ``policy_version``. ``scores`` has the
@@ -74,7 +66,7 @@ class GRPOTrainer:
     ``state_dict`` are then collective: all ranks call them in the same order.
 
     Args:
-        loss: a loss with the policy as its actor network.
+        loss: a loss with the policy as its actor network, whose ``forward`` is not overridden.
         model: the trained model (or a peft model), in eval mode: dropout stays off.
         optimizer: optimizer of the trainable parameters of ``model``.
 
@@ -99,7 +91,7 @@ class GRPOTrainer:
 
     def __init__(
         self,
-        loss: GRPOLoss,
+        loss: PolicyLoss,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
@@ -114,6 +106,11 @@ class GRPOTrainer:
         averages: Mapping[str, AverageScorer] | None = None,
     ) -> None:
         sum_gradients(model)
+        if type(loss).forward.__qualname__ != PolicyLoss.forward.__qualname__:  # it is wrapped
+            raise TypeError(
+                f"{type(loss).__name__}.forward must not be overridden, since a step computes the "
+                "loss from its parts: write a Term (docs/tutorials/own_loss.md)."
+            )
         self.entropy_control = entropy_control
         self.loss = loss
         self.model = model
@@ -133,7 +130,7 @@ class GRPOTrainer:
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=autocast_dtype == torch.float16
         )
-        self.scores = PassScores(loss.actor_network)
+        self.scores = PassScores()
         if isinstance(loss.actor_network, TokenScorer):
             check_packing(loss.actor_network, autocast_dtype)
         self.version = 0
@@ -179,7 +176,7 @@ class GRPOTrainer:
         parts = self._optim_batches(batch)
         self.scores.begin_batch(len(batch))
         try:
-            if self.loss.proximal == "recomputed":
+            if self.loss.off_policy.proximal == "recomputed":
                 # With the parts and passes of the step, so that the rounding is the same.
                 parts = [self._with_proximal_log_probs(part) for part in parts]
             steps = [self.train_step(part) for _ in range(self.epochs) for part in parts]
@@ -229,6 +226,11 @@ class GRPOTrainer:
         holds = step_memory(shape, setup).parts()
         return memory_short(error, "The training step", holds, savings(shape, setup))
 
+    @property
+    def _bonus(self) -> Term:
+        """The term of the loss with the entropy bonus."""
+        return next(term for term in self.loss.terms if isinstance(term, Entropy))
+
     def _with_proximal_log_probs(self, batch: TensorDictBase) -> TensorDictBase:
         """Add the policy's current log-probs to a batch, before its first step on it."""
         scorer = self.loss.actor_network
@@ -239,7 +241,8 @@ class GRPOTrainer:
                 "batch and call train_step."
             )
         out_key = self.loss.tensor_keys.prox_log_prob
-        kind = KLScoring if self.loss.top_entropy_quantile == 1 else EntropyScoring
+        entropies = self.loss.tensor_keys.prox_entropy in self.loss.required_in_keys
+        kind = EntropyScoring if entropies else KLScoring
         scoring = kind(
             scorer,
             max_tokens=self.micro_batch_tokens,
@@ -260,60 +263,46 @@ class GRPOTrainer:
             metrics, named ``train/*``.
         """
         if self.entropy_control is not None:
-            self.loss.entropy_coeff = self.entropy_control.applied
-        data = self._prepare(batch)
-        passes = self._make_passes(data)
-        self._pass_sizes = [
-            (micro_pass.tokens, len(micro_pass.rows), micro_pass.features) for micro_pass in passes
-        ]
+            self._bonus.coeff = self.entropy_control.applied
+        rows = self._prepare(batch)
+        scorer, budget = self.loss.actor_network, self.micro_batch_tokens
+        passes = make_passes(scorer, rows, budget, self.rank, self.world_size)
+        self._pass_sizes = [(each.tokens, len(each.index), each.features) for each in passes]
         self.scores.begin_step(len(batch))
-        totals = self._accumulate_gradients(passes)
+        totals = self._accumulate_gradients(passes, batch)
         computed = totals.pop("computed")
         losses = (value for name, value in totals.items() if name.startswith("loss_"))
-        empty = not data.get(keys.LOSS_WEIGHTS).any()
-        parts = [micro_pass.rows for micro_pass in passes]
-        why = partial(why_no_token, batch) if empty else partial(self._why, batch, data, parts)
+        empty = not rows.values[keys.LOSS_WEIGHTS].any()
+        parts = [each.index for each in passes]
+        why = partial(why_no_token, batch) if empty else partial(self._why, batch, rows, parts)
         metrics = self.optim_step(sum(losses, torch.zeros(())), empty=empty, why=why)
 
         totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
         totals |= {name: send(value, self.device) for name, value in self._measured.items()}
         if empty:  # without tokens, they would be zeros
             totals = dict.fromkeys(totals, self._number(math.nan))
-        totals["token_efficiency"] = self._number(int(data.get("length").sum())) / computed
+        totals["token_efficiency"] = self._number(int(rows.lengths.sum())) / computed
         values = torch.stack([value.float() for value in totals.values()]).tolist()
         metrics |= {f"train/{name}": value for name, value in zip(totals, values, strict=True)}
         if self.entropy_control is not None:
-            metrics["train/entropy_coef"] = self.loss.entropy_coeff
+            metrics["train/entropy_coef"] = self._bonus.coeff
             metrics.setdefault("train/loss_entropy", 0.0)  # in the steps without the bonus
             self.entropy_control.update(metrics["train/entropy"])
         return metrics | {"train/micro_batches": float(len(passes))}
 
-    def _make_passes(self, data: TensorDict) -> list[_Pass]:
-        """Divide a prepared batch into this rank's micro-batches."""
-        lengths = data.get("length")
-        prompts = self._prompts(data)
-        passes = []
-        for rows in rank_micro_batches(
-            lengths, self.micro_batch_tokens, self.rank, self.world_size, prompts
-        ):
-            own_prompts = prompts and [prompts[row] for row in rows.tolist()]
-            tokens = pass_tokens(lengths[rows].tolist(), own_prompts)
-            passes.append(_Pass(rows, tokens, self._micro_batch(data, rows, own_prompts)))
-        return passes
-
-    def _accumulate_gradients(self, passes: Sequence[_Pass]) -> dict[str, Tensor]:
+    def _accumulate_gradients(
+        self, passes: Sequence[Pass], batch: TensorDictBase
+    ) -> dict[str, Tensor]:
         """Return the outputs of the loss, and the number of tokens ``computed``, summed over
         micro-batches and ranks.
         """
         totals: dict[str, Tensor] = {}
         sums_on_device = len(passes) > 1 and self._sums_on_device
-        for micro_pass in passes:
+        for each in passes:
             if sums_on_device:
-                base_model_of(self.model).set_requires_gradient_sync(micro_pass is passes[-1])
-            out = self.forward_backward(self._send(micro_pass.data))
-            self.scores.note(micro_pass.rows)
-            accumulate(totals, out)
-        totals["computed"] = self._number(sum(micro_pass.tokens for micro_pass in passes))
+                base_model_of(self.model).set_requires_gradient_sync(each is passes[-1])
+            accumulate(totals, self.forward_backward(each, batch))
+        totals["computed"] = self._number(sum(each.tokens for each in passes))
         return self._sum_over_ranks(totals, self.mesh.get_group() if self.mesh else None)
 
     @cached_property
@@ -338,91 +327,21 @@ class GRPOTrainer:
         """Return a scalar float32 on the model's device, copied without waiting."""
         return torch.full((), float(value), device=self.device)
 
-    def _prompts(self, data: TensorDict) -> list[Prompt] | None:
-        """Return the prompts that sequences share; None if the model cannot share them."""
-        scorer = self.loss.actor_network
-        tokens, images = data.get(keys.FULL), _images(data)
-        if not isinstance(scorer, TokenScorer) or not scorer.packs(tokens.shape[1], images):
-            return None
-        return shared_prompts(
-            Rows.of(tokens, data.get(self.loss.tensor_keys.mask), images, data.get("length"))
-        )
-
-    def _prepare(self, batch: TensorDictBase) -> TensorDict:
-        """Pad a batch, on the CPU, and compute the weight of each token within the whole batch."""
-        names = self.loss.tensor_keys
-        per_token = {
-            keys.FULL: 0,
-            names.mask: False,
-            names.sample_log_prob: 0.0,
-            names.advantage: 0.0,
-        }
-        kept = (keys.KEPT, keys.KEPT_LOG_PROBS)
-        optional = (names.ref_log_probs, names.prox_log_prob, names.teacher_log_probs, *kept)
-        for name in optional:
-            if has(batch, name):
-                per_token[name] = 0.0
-        flat = [names.truncated] if self.loss.mask_truncated else []
-        flat += [name for name in (names.reward_valid, names.teacher_valid) if has(batch, name)]
-        # Further entries that a user's loss reads.
-        others = {*per_token, *flat, *self.loss.actor_network.out_keys, *NORMALIZED}
-        others |= {keys.ATTENTION_MASK, keys.TRAJECTORY, names.staleness}
-        for name in set(self.loss.in_keys) - others:
-            value = batch[0].get(name) if has(batch, name) else None
-            if isinstance(value, Tensor):
-                if value.ndim > 1 or value.shape == batch[0].get(keys.FULL).shape:
-                    per_token[name] = 0
-                else:
-                    flat.append(name)
-        data = pad_batch(batch, per_token, flat)
-        if self.loss.proximal == "interpolated":
+    def _prepare(self, batch: TensorDictBase) -> Rows:
+        """Read a batch, on the CPU, and fix what depends on the whole of it."""
+        names, data = self.loss.tensor_keys, batch.copy()
+        if names.staleness in self.loss.required_in_keys:
             of_token = has(batch, keys.POLICY_VERSIONS)
-            version = pad(batch, keys.POLICY_VERSIONS if of_token else keys.POLICY_VERSION)
-            data.set(names.staleness, self.version - version)
-        masked = has(batch, keys.ATTENTION_MASK)
-        real = pad(batch, keys.ATTENTION_MASK, False) if masked else pad(batch, keys.FULL, -1) >= 0
-        data.set("length", real.sum(-1))
-        trajectory = trajectories_of(batch)
-        if trajectory is not None:
-            data.set(keys.TRAJECTORY, trajectory.unsqueeze(-1))
+            key = keys.POLICY_VERSIONS if of_token else keys.POLICY_VERSION
+            for part in parts_of(data):
+                part.set(names.staleness, self.version - entry(part, key))
         if self.loss.sft_coeff:
-            data = with_demonstrations(data, batch, names.mask)
-        data = self.loss.normalize(data).cpu()
-        images = images_of_rows(batch, demonstrations=self.loss.sft_coeff > 0)
-        return data if images is None else data.set_non_tensor(keys.IMAGES, images)
-
-    def _micro_batch(
-        self, data: TensorDict, rows: Tensor, prompts: Sequence[Prompt] | None = None
-    ) -> TensorDict:
-        """Return the rows of a micro-batch and their layout; for an empty micro-batch, a row in
-        which no token counts.
-        """
-        if len(rows):
-            part = slice_tokens(data, rows, int(data.get("length")[rows].max()))
-        else:
-            part = slice_tokens(data, torch.tensor([0]), 2)
-            prompts = None
-            for key in (self.loss.tensor_keys.mask, keys.LOSS_WEIGHTS):
-                part.set(key, torch.zeros_like(part.get(key)))
-        scorer = self.loss.actor_network
-        if isinstance(scorer, TokenScorer):
-            images = _images(data)
-            images = (images and [images[row] for row in rows.tolist()]) or None
-            mask = part.get(self.loss.tensor_keys.mask)
-            own = Rows.of(part.get(keys.FULL), mask, images)
-            part.set_non_tensor(keys.LAYOUT, (mask, own, scorer.layout(own, prompts or None)))
-        return part
-
-    def _send(self, part: TensorDict) -> TensorDict:
-        """Copy a micro-batch and its layout to the model's device, without waiting."""
-        device = self.device
-        scorer = self.loss.actor_network
-        copy = part.apply(partial(send, device=device), device=device)
-        if isinstance(scorer, TokenScorer):
-            _, rows, layout = part[keys.LAYOUT]
-            mask = copy.get(self.loss.tensor_keys.mask)
-            copy.set_non_tensor(keys.LAYOUT, (mask, rows, layout.to(device)))
-        return copy
+            none = torch.zeros(len(batch), 1, dtype=torch.bool, device="cpu")
+            data.set(names.is_demonstration, none)
+        rows = self.loss.read(data)
+        if self.loss.sft_coeff:
+            rows = rows.with_demonstrations(batch, names.is_demonstration)
+        return self.loss.prepare(rows.to(torch.device("cpu")))
 
     def _sum_over_ranks(
         self, totals: dict[str, Tensor], group: dist.ProcessGroup | None = None
@@ -440,22 +359,37 @@ class GRPOTrainer:
             dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
         return dict(zip(totals, summed.unbind(), strict=True)) | largest
 
-    def forward_backward(self, data: TensorDictBase) -> dict[str, Tensor]:
-        """Add the gradient of one micro-batch. Return the detached outputs of the loss."""
+    def forward_backward(self, each: Pass, batch: TensorDictBase) -> dict[str, Tensor]:
+        """Add the gradient of one pass. Return the detached outputs of the loss.
+
+        Args:
+            each: the pass, over sequences from ``PolicyLoss.prepare``.
+            batch: that they are of, for an actor network that reads TensorDicts.
+        """
+        rows = self.loss.count(each.rows).to(self.device)
         with autocast(self.device, self.autocast_dtype):
-            out = self.loss(data)
+            if each.layout is not None:
+                scores = self.loss.score(rows, each.layout)
+            else:
+                index = each.index if len(each.index) else torch.tensor([0])
+                scores = self.loss.scores_of_actor(batch[index].to(self.device), rows)
+            out = self.loss.of_rows(rows, scores)
             total = sum(value for name, value in out.items() if name.startswith("loss_"))
         self.scaler.scale(total).backward()
+        self.scores.note(each, scores)
         return {name: value.detach() for name, value in out.items() if name not in TORCHRL_METRICS}
 
-    def _why(self, batch: TensorDictBase, data: TensorDict, parts: Sequence[Tensor]) -> str:
+    def _why(self, batch: TensorDictBase, rows: Rows, parts: Sequence[Tensor]) -> str:
         """Describe the origin of a step's non-finite numbers, without changing the weights."""
+        scorer = self.loss.actor_network
 
-        def passes(rows: Tensor) -> dict[str, Tensor]:
-            return self.forward_backward(self._send(self._micro_batch(data, rows)))
+        def passes(index: Tensor) -> dict[str, Tensor]:
+            part = rows.take(index)
+            layout = scorer.layout(part) if isinstance(scorer, TokenScorer) else None
+            return self.forward_backward(Pass(index, 0, part, layout), batch)
 
         return where_not_finite(
-            self.model, data, parts, passes, queries_of(batch), one_by_one=self.mesh is None
+            self.model, rows, parts, passes, queries_of(batch), one_by_one=self.mesh is None
         )
 
     def optim_step(self, loss: Tensor, *, empty: bool, why: Callable[[], str]) -> dict[str, float]:
@@ -585,29 +519,6 @@ class GRPOTrainer:
         if self.entropy_control is not None and control is not None:
             self.entropy_control.coefficient = control["coefficient"]
             self.entropy_control.entropy = control["entropy"]
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """One forward and backward pass of a step: its rows of the batch, the tokens that it computes,
-    and its micro-batch.
-    """
-
-    rows: Tensor
-    tokens: int
-    data: TensorDict
-
-    @property
-    def features(self) -> int:
-        """Tokens of the distinct images."""
-        prepared = getattr(self.data.get(keys.LAYOUT, None), "data", None)
-        images = None if prepared is None else prepared[2].images
-        return 0 if images is None else images.num_features
-
-
-def _images(data: TensorDict) -> list[Spans] | None:
-    """Return the images of each sequence of a prepared batch."""
-    return data.get_non_tensor(keys.IMAGES, None)
 
 
 def _finite_mean(values: Sequence[float]) -> float:

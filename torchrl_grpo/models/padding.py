@@ -6,11 +6,11 @@ tokens, so no attention mask is needed and padding cannot change a result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from torchrl_grpo import keys as K
@@ -45,7 +45,7 @@ def entry(batch: TensorDictBase, key: NestedKey) -> Any:
     """
     value = batch.get(key, None)
     if value is None:
-        raise _missing(batch, key)
+        raise missing(batch, key)
     return value
 
 
@@ -75,7 +75,7 @@ def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tens
             options = {}  # nothing to pad, and tensordict's error would not name the entry
     padded = batch.get(key, **options)
     if padded is None:
-        raise _missing(batch, key)
+        raise missing(batch, key)
     if padded.ndim < 2:
         raise ValueError(
             f"entry {key!r} of shape {list(padded.shape)} must be [{len(batch)}, 1], one value for "
@@ -88,8 +88,12 @@ def has(batch: TensorDictBase, key: NestedKey) -> bool:
     """Return whether a batch has an entry. ``key in batch.keys(True, True)`` would be wrong for
     nested keys of a lazy stack.
     """
-    parts = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
-    return all(part.get(key, None) is not None for part in parts)
+    return all(part.get(key, None) is not None for part in parts_of(batch))
+
+
+def parts_of(batch: TensorDictBase) -> Sequence[TensorDictBase]:
+    """Return the TensorDicts that hold a batch's tensors: its sequences, or a padded batch itself."""
+    return batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
 
 
 def copy_entry(batch: TensorDictBase, source: NestedKey, target: NestedKey) -> None:
@@ -98,27 +102,13 @@ def copy_entry(batch: TensorDictBase, source: NestedKey, target: NestedKey) -> N
     Raises:
         KeyError: the batch has no such entry.
     """
-    for part in batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]:
+    for part in parts_of(batch):
         part.set(target, entry(part, source))
 
 
-def set_padded(batch: TensorDictBase, key: NestedKey, values: Tensor) -> None:
-    """Write padded values, [N, T], each row of a ragged batch cut to the width of its tokens."""
-    if not isinstance(batch, LazyStackedTensorDict):
-        batch.set(key, values)
-        return
-    for part, row in zip(batch.tensordicts, values, strict=True):
-        part.set(key, row[: entry(part, K.FULL).shape[-1]])
-
-
-def images_of_rows(batch: TensorDictBase, *, demonstrations: bool = False) -> list[Spans] | None:
-    """Return the images of each sequence of a batch and of the demonstrations that its rows carry,
-    if these are trained on; None if there are no images.
-    """
+def images_of_rows(batch: TensorDictBase) -> list[Spans] | None:
+    """Return the images of each sequence of a batch; None if there are none."""
     images = list(map(images_of_row, batch.unbind(0)))
-    if demonstrations:
-        rows = (batch[row] for row in demonstrations_in(batch))
-        images += [images_of_row(row, K.DEMONSTRATION_IMAGES) for row in rows]
     return images if any(images) else None
 
 
@@ -137,6 +127,7 @@ def trajectories_of(batch: TensorDictBase) -> Tensor | None:
     Returns:
         [N] int64, numbered from 0 in the order of the rows; None if each row is a trajectory.
 
+    >>> from tensordict import TensorDict
     >>> rows = [TensorDict({"trajectory": torch.tensor([7])}), TensorDict({"trajectory": torch.tensor([7])})]
     >>> trajectories_of(lazy_stack([TensorDict({}), *rows]))
     tensor([0, 1, 1])
@@ -164,7 +155,8 @@ def last_rows(trajectory: Tensor) -> Tensor:
     return trajectory != following
 
 
-def _missing(batch: TensorDictBase, key: NestedKey) -> KeyError:
+def missing(batch: TensorDictBase, key: NestedKey) -> KeyError:
+    """Return the error of an entry that a batch lacks, with its fix."""
     fix = _FIXES.get(
         key,
         "write it, or set the key that has it (set_keys of a loss, ..._key of a transform)",
@@ -175,27 +167,6 @@ def _missing(batch: TensorDictBase, key: NestedKey) -> KeyError:
 
 def _dotted(key: NestedKey) -> str:
     return key if isinstance(key, str) else ".".join(key)
-
-
-def pad_batch(
-    batch: TensorDictBase, keys: Mapping[NestedKey, float], flat: Sequence[NestedKey] = ()
-) -> TensorDict:
-    """Return a contiguous TensorDict [N] of padded sequences, with only the named entries.
-
-    Args:
-        batch: batch size [N], ragged or padded.
-        keys: per-token entries and their padding values.
-        flat: entries of a fixed shape (rewards, ids), stacked without padding.
-
-    Raises:
-        KeyError: an entry is missing.
-    """
-    out = TensorDict({}, batch_size=[batch.shape[0]])
-    for key, value in keys.items():
-        out.set(key, pad(batch, key, value))
-    for key in flat:
-        out.set(key, entry(batch, key))
-    return out
 
 
 def demonstrations_in(batch: TensorDictBase) -> list[int]:
@@ -209,45 +180,11 @@ def demonstrations_in(batch: TensorDictBase) -> list[int]:
     ]
 
 
-def with_demonstrations(
-    data: TensorDict, batch: TensorDictBase, mask_key: NestedKey = K.ASSISTANT_MASK
-) -> TensorDict:
-    """Return a padded batch with the demonstrations that its rows carry as additional rows at the
-    end.
-
-    Args:
-        data: [N], from ``pad_batch``, with ``"length"`` [N] int64.
-        batch: [N], the batch that ``data`` was made from.
-        mask_key: key of the mask of tokens that a loss trains on.
-
-    Returns:
-        [N + M] with ``"is_demonstration"`` [N + M, 1] bool. Entries that a demonstration lacks are
-        0 or False.
-    """
-    sources = [batch[row] for row in demonstrations_in(batch)]
-    lengths = torch.tensor([len(row.get(K.DEMONSTRATION)) for row in sources], dtype=torch.int64)
-    count, width = data.get(K.FULL).shape
-    more = max([0, *(lengths - width).tolist()])
-
-    def longer(value: Tensor) -> Tensor:
-        padding = [0, 0] * (value.ndim - 1) + [0, len(sources)]
-        if value.ndim == 2 and value.shape[1] == width and width > 1:
-            padding[1] = more
-        return torch.nn.functional.pad(value, padding)
-
-    out = data.apply(longer, batch_size=[count + len(sources)])
-    for row, (source, length) in enumerate(zip(sources, lengths.tolist(), strict=True), count):
-        out.get(K.FULL)[row, :length] = source.get(K.DEMONSTRATION)
-        out.get(mask_key)[row, :length] = source.get(K.DEMONSTRATION_MASK)
-    out.get("length")[count:] = lengths
-    return out.set(K.IS_DEMONSTRATION, torch.arange(len(out))[:, None] >= count)
-
-
-def is_of_wrapper(batch: TensorDictBase) -> bool:
+def is_of_wrapper(batch: TensorDictBase, mask_key: NestedKey = K.ASSISTANT_MASK) -> bool:
     """Whether a batch must go through ``sequences_of``: it has no mask of the sampled tokens, or is
     padded on the left.
     """
-    if not has(batch, K.ASSISTANT_MASK):
+    if not has(batch, mask_key):
         return True
     return has(batch, K.ATTENTION_MASK) and not bool(pad(batch, K.ATTENTION_MASK, True)[:, 0].all())
 
@@ -316,22 +253,3 @@ def _sequence_of(row: TensorDictBase, tokens_key: NestedKey) -> TensorDictBase:
     out.set(K.ASSISTANT_MASK, mask[real])
     out.set(K.LOG_PROBS, torch.where(mask, log_probs, 0.0)[real])
     return out
-
-
-def slice_tokens(batch: TensorDict, index: Tensor, length: int) -> TensorDict:
-    """Return the rows ``index`` of a padded batch, with per-token entries cut to ``length`` tokens.
-
-    Args:
-        batch: batch from ``pad_batch``, whose per-token entries have the same width.
-        index: [n] int64.
-        length: number of tokens to keep, the length of the longest sequence among the rows.
-    """
-    width = batch.get(("tokens", "full")).shape[1]
-
-    def cut(value: Tensor) -> Tensor:
-        rows = value[index]
-        return (
-            rows[:, :length] if value.ndim == 2 and value.shape[1] == width and width > 1 else rows
-        )
-
-    return batch.apply(cut, batch_size=[len(index)])

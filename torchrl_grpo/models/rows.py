@@ -20,7 +20,13 @@ from torch import Tensor
 from torchrl_grpo import keys as K
 from torchrl_grpo.images import Spans
 from torchrl_grpo.models.layout import send
-from torchrl_grpo.models.padding import entry, has, images_of_rows
+from torchrl_grpo.models.padding import (
+    demonstrations_in,
+    entry,
+    has,
+    images_of_row,
+    images_of_rows,
+)
 from torchrl_grpo.models.segments import Segments
 
 _OF_SAMPLED: dict[NestedKey, float] = {
@@ -43,6 +49,9 @@ class Rows:
         images: of each sequence, if there are any.
         values: [S, ...] by key, a value of each scored token, on any device.
         totals: scalars by key, of the whole optimization batch.
+        trajectory: [B] int64, of each sequence; None if each is a trajectory, or nothing asks.
+        counted: indices of the scored tokens that count in a loss; None if all do.
+        of_counted: where each sequence is in ``counted``; None if a loss has not said yet.
     """
 
     tokens: Tensor
@@ -52,6 +61,9 @@ class Rows:
     images: Sequence[Spans] | None = None
     values: dict[NestedKey, Tensor] = field(default_factory=dict)
     totals: dict[NestedKey, Tensor] = field(default_factory=dict)
+    trajectory: Tensor | None = None
+    counted: Tensor | None = None
+    of_counted: Segments | None = None
 
     @classmethod
     def of(
@@ -142,10 +154,11 @@ class Rows:
         of_token = sizes != 1
         short = (of_token & (sizes < needed)) if name not in _OF_SAMPLED else sizes < needed
         if short.any() or (flat.ndim > 1 and name not in _OF_SAMPLED):
+            size = int(sizes[short.long().argmax()])
             raise ValueError(
-                f"entry {name!r} of {sizes[short.long().argmax()]} values must have one for each "
-                f"sequence, [{len(self)}, 1], or one for each of its {needed.max()} tokens, "
-                f"[{len(self)}, {needed.max()}]: compute it for the tokens of this batch."
+                f"entry {name!r} of shape {[len(self), size]} must be [{len(self)}, 1], one value for "
+                f"each sequence, or [{len(self)}, {int(needed.max())}], one for each token: compute "
+                "it for the tokens of this batch."
             )
         row = self.of_scored.row
         start = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))[:-1]
@@ -195,13 +208,62 @@ class Rows:
             self.totals,
         )
 
+    def with_demonstrations(self, batch: TensorDictBase, flag: NestedKey) -> Rows:
+        """Return the rows with the demonstrations that the rows of their batch carry, as further
+        rows at the end.
+
+        Args:
+            batch: the batch of these rows.
+            flag: key of the value that is True on the tokens of demonstrations. Their other values
+                are 0.
+        """
+        sources = [batch[row] for row in demonstrations_in(batch)]
+        if not sources:
+            return self
+        tokens = [row.get(K.DEMONSTRATION) for row in sources]
+        masks = [row.get(K.DEMONSTRATION_MASK) for row in sources]
+        lengths = torch.tensor([len(part) for part in tokens], device="cpu")
+        images = [images_of_row(row, K.DEMONSTRATION_IMAGES) for row in sources]
+        more = Rows._of(torch.cat(tokens).cpu(), lengths, torch.cat(masks).cpu(), images)
+        values = {
+            name: torch.cat([value, value.new_zeros(len(more.scored), *value.shape[1:])])
+            for name, value in self.values.items()
+        }
+        values[flag][len(self.scored) :] = True
+        every = [*(self.images or [()] * len(self)), *images]
+        trajectory = self.trajectory
+        if trajectory is not None:
+            trajectory = torch.cat([trajectory, torch.zeros_like(lengths)])
+        return replace(
+            self,
+            tokens=torch.cat([self.tokens, more.tokens]),
+            of_tokens=Segments.of(torch.cat([self.lengths, lengths])),
+            scored=torch.cat([self.scored, more.scored + len(self.tokens)]),
+            of_scored=Segments.of(torch.cat([self.of_scored.sizes, more.of_scored.sizes])),
+            images=every if any(every) else None,
+            values=values,
+            trajectory=trajectory,
+        )
+
     def to(self, device: torch.device) -> Rows:
         """Return the rows with their values on a device, copied without waiting."""
         values, totals = (
             {name: send(value, device) for name, value in part.items()}
             for part in (self.values, self.totals)
         )
-        return replace(self, values=values, totals=totals)
+        counted = None if self.counted is None else send(self.counted, device)
+        of_counted = None if self.of_counted is None else self.of_counted.to(device)
+        return replace(self, values=values, totals=totals, counted=counted, of_counted=of_counted)
+
+    def write(
+        self, batch: TensorDictBase, name: NestedKey, values: Tensor, tokens_key: NestedKey = K.FULL
+    ) -> None:
+        """Write values of the scored tokens, [S, ...], into the batch of these rows, in place."""
+        if isinstance(batch, LazyStackedTensorDict):
+            for row, part in zip(batch.tensordicts, self.of_each(values), strict=True):
+                row.set(name, part)
+        else:
+            batch.set(name, self.padded(values, batch.get(tokens_key).shape[1]))
 
     def of_each(self, values: Tensor) -> list[Tensor]:
         """Return values of the scored tokens, [S, ...], for each sequence with 0 on its other

@@ -75,14 +75,14 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 class TokenScorer(TensorDictModuleBase):
     """Scores the sampled tokens of a batch under a Hugging Face causal LM, as a TensorDict module.
 
-    Reads ``("tokens", "full")`` and ``("masks", "all_assistant_mask")`` (``set_in_keys`` renames
-    them), ragged or padded; writes padded ``("cur_log_probs", "full")`` and ``("entropy", "full")``, [B, T] float32,
-    0 on tokens outside the mask. A batch of TorchRL's wrappers, which have no such mask, is made
-    one of ours first (``padding.sequences_of``). With a teacher (``distill_from``) it reads ``("next",
+    Reads ``("tokens", "full")`` and ``("masks", "all_assistant_mask")``, ragged or padded; writes
+    padded ``("cur_log_probs", "full")`` and ``("entropy", "full")``, [B, T] float32, 0 on tokens
+    outside the mask. A batch of TorchRL's wrappers, which have no such mask, is made one of ours
+    first (``padding.sequences_of``). With a teacher (``distill_from``) it reads ``("next",
     "teacher_states")`` too and writes ``("divergence", "full")``. Where the batch has
-    ``("kept_tokens", "sampled")``, the distributions are over these tokens only. If ``"layout"`` is the layout
-    of these very tensors, it is used; otherwise one is made. A small model on a CPU is computed on
-    one thread (``threads``).
+    ``("kept_tokens", "sampled")``, the distributions are over these tokens only. ``score_rows`` is
+    the same for flat sequences, and what a loss calls. A small model on a CPU is computed on one
+    thread (``threads``).
 
     Args:
         model: a Hugging Face causal LM, or a peft model around one.
@@ -102,12 +102,7 @@ class TokenScorer(TensorDictModuleBase):
 
     in_keys: list[NestedKey] = [keys.FULL, keys.ASSISTANT_MASK]  # noqa: RUF012
     out_keys: list[NestedKey] = [keys.CUR_LOG_PROBS, keys.ENTROPY]  # noqa: RUF012
-    optional_in_keys: tuple[NestedKey, ...] = (
-        keys.ATTENTION_MASK,
-        keys.KEPT,
-        keys.IMAGES,
-        keys.LAYOUT,
-    )
+    optional_in_keys: tuple[NestedKey, ...] = (keys.ATTENTION_MASK, keys.KEPT, keys.IMAGES)
     """Further entries that ``forward`` reads if a batch has them."""
 
     def __init__(
@@ -128,8 +123,6 @@ class TokenScorer(TensorDictModuleBase):
             )
         check_adapters(model)
         self.model: Any = model
-        self.tokens_key: NestedKey = keys.FULL
-        self.mask_key: NestedKey = keys.ASSISTANT_MASK
         self.teacher: Teacher | None = None
         self.temperature = temperature
         self.max_chunk_elements = max_chunk_elements
@@ -142,12 +135,6 @@ class TokenScorer(TensorDictModuleBase):
     def base(self) -> Any:
         """The Hugging Face model itself, without peft's wrapper."""
         return base_model_of(self.model)
-
-    def set_in_keys(self, tokens: NestedKey, mask: NestedKey) -> None:
-        """Read the tokens and the mask of those to score under other keys."""
-        self.tokens_key = tokens
-        self.mask_key = mask
-        self.in_keys = [tokens, mask, *self.in_keys[2:]]
 
     def distill_from(self, teacher: Teacher) -> None:
         """Write the divergence from a teacher too, in all later calls."""
@@ -356,27 +343,15 @@ class TokenScorer(TensorDictModuleBase):
             inputs |= bidirectional_masks(self.base, embeddings, layout.images.places)
         return language_model_of(self.base)(**inputs).last_hidden_state
 
-    def forward(
-        self, tensordict: TensorDictBase, *, centering: Centering | None = None
-    ) -> TensorDictBase:
-        """Write the log-probs and entropies of the sampled tokens; see the class.
-
-        With ``centering``, see ``chunked_log_probs``, this reads ``("kept_log_probs", "sampled")``
-        too and writes the mean scores, ``("centering", "full")``.
-        """
-        prepared = getattr(tensordict.get(keys.LAYOUT, None), "data", None)
-        of_ours = self.mask_key != keys.ASSISTANT_MASK or prepared is not None
-        if not of_ours and is_of_wrapper(tensordict):
-            tensordict = sequences_of(tensordict, self.tokens_key)
-        if prepared is not None and prepared[0] is tensordict.get(self.mask_key):
-            _, rows, layout = prepared
-        else:
-            rows = Rows.read(tensordict, (), self.tokens_key, self.mask_key)
-            layout = self.layout(rows)
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the log-probs and entropies of the sampled tokens; see the class."""
+        if is_of_wrapper(tensordict):
+            tensordict = sequences_of(tensordict)
+        rows = Rows.read(tensordict)
         rows = rows.reading(tensordict, (keys.KEPT, keys.KEPT_LOG_PROBS, keys.TEACHER_STATES))
-        scores = self.score_rows(layout, rows.values, center=centering, teacher=self.teacher)
+        scores = self.score_rows(self.layout(rows), rows.values, teacher=self.teacher)
         ragged = isinstance(tensordict, LazyStackedTensorDict)
-        width = None if ragged else tensordict.get(self.tokens_key).shape[1]
+        width = None if ragged else tensordict.get(keys.FULL).shape[1]
         for name, value in scores.items():
             tensordict.set(_OUT_KEYS[name], rows.padded(value, width))
         return tensordict
@@ -385,7 +360,6 @@ class TokenScorer(TensorDictModuleBase):
 _OUT_KEYS: dict[str, NestedKey] = {
     "log_prob": keys.CUR_LOG_PROBS,
     "entropy": keys.ENTROPY,
-    "centering": keys.CENTERING,
     "divergence": keys.DIVERGENCE,
 }
 
@@ -730,15 +704,8 @@ class WrapperScorer(TokenScorer):
             )
         super().__init__(model)
 
-    def set_in_keys(self, tokens: NestedKey, mask: NestedKey) -> None:
-        """Read the tokens under another key; the mask is made here."""
-        self.tokens_key = tokens
-        self.in_keys = [tokens, *self.in_keys[1:]]
-
-    def forward(
-        self, tensordict: TensorDictBase, *, centering: Centering | None = None
-    ) -> TensorDictBase:
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return a ragged batch [B] made of the wrapper's batch, with log-probs and entropies; see
         the class.
         """
-        return super().forward(sequences_of(tensordict, self.tokens_key), centering=centering)
+        return super().forward(sequences_of(tensordict))

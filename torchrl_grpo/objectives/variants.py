@@ -1,4 +1,4 @@
-"""Losses with other surrogates: CISPO, SAPO, GMPO, VESPO, Clip-Cov and KL-Cov; and that of
+"""Losses with other objectives: CISPO, SAPO, GMPO, VESPO, Clip-Cov and KL-Cov; and that of
 demonstrations.
 """
 
@@ -6,14 +6,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor
 
-from torchrl_grpo import functional as F
-from torchrl_grpo.models.padding import pad
-from torchrl_grpo.objectives.grpo import GRPOLoss, _of_sequence_or_token, _Tokens
+from torchrl_grpo.objectives.grpo import GRPOLoss, Setting
+from torchrl_grpo.objectives.parts import (
+    CISPO,
+    GMPO,
+    SAPO,
+    VESPO,
+    Clip,
+    ClipCov,
+    KLCov,
+    LogLikelihood,
+)
 
 
 class CISPOLoss(GRPOLoss):
@@ -38,18 +43,7 @@ class CISPOLoss(GRPOLoss):
         clip_epsilon: float | tuple[float, float] = (1.0, 4.0),
         **kwargs: Any,
     ) -> None:
-        _refuse_dual_clip(type(self).__name__, kwargs)
-        super().__init__(actor_network, clip_epsilon=clip_epsilon, **kwargs)
-
-    def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, [B, T] bool each, the tokens with weights at the lower and at the upper bound."""
-        return ratio < 1 - self.clip_epsilon_low, ratio > 1 + self.clip_epsilon_high
-
-    def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        """See the class."""
-        return F.cispo_objective(
-            ratio, log_prob, advantage, self.clip_epsilon_low, self.clip_epsilon_high
-        )
+        super().__init__(actor_network, objective=CISPO(), clip_epsilon=clip_epsilon, **kwargs)
 
 
 class SAPOLoss(GRPOLoss):
@@ -70,6 +64,9 @@ class SAPOLoss(GRPOLoss):
             already.
     """
 
+    tau_positive = Setting("objective", "tau_positive")
+    tau_negative = Setting("objective", "tau_negative")
+
     def __init__(
         self,
         actor_network: TensorDictModuleBase,
@@ -78,26 +75,14 @@ class SAPOLoss(GRPOLoss):
         tau_negative: float = 1.05,
         **kwargs: Any,
     ) -> None:
-        if tau_positive <= 0 or tau_negative <= 0:
-            raise ValueError(
-                f"tau_positive={tau_positive} and tau_negative={tau_negative} must be above 0: use "
-                "1.0 and 1.05."
-            )
-        _refuse_dual_clip(type(self).__name__, kwargs)
-        super().__init__(actor_network, **kwargs)
-        self.tau_positive = tau_positive
-        self.tau_negative = tau_negative
-
-    def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        """See the class."""
-        return F.sapo_objective(ratio, advantage, self.tau_positive, self.tau_negative)
+        super().__init__(actor_network, objective=SAPO(tau_positive, tau_negative), **kwargs)
 
 
 class GMPOLoss(GRPOLoss):
     """GMPO (arXiv 2507.20673): the geometric mean of a sequence's clipped token ratios.
 
     The clip range is a distance from 0 in log space. With ``aggregation="sequence_mean"``, each
-    sequence counts once. ``clipped`` compares ratios with the exponentials of that range.
+    sequence counts once.
 
     Args:
         actor_network: as in ``GRPOLoss``, like all other arguments but ``dual_clip``.
@@ -113,18 +98,7 @@ class GMPOLoss(GRPOLoss):
         clip_epsilon: float | tuple[float, float] = 0.4,
         **kwargs: Any,
     ) -> None:
-        _refuse_dual_clip(type(self).__name__, kwargs)
-        super().__init__(actor_network, clip_epsilon=clip_epsilon, **kwargs)
-
-    def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``GRPOLoss``."""
-        low, high = (-self.clip_epsilon_low).exp(), self.clip_epsilon_high.exp()
-        return (ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0)
-
-    def _objective(self, tokens: _Tokens, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """See the class."""
-        low, high = self.clip_epsilon_low, self.clip_epsilon_high
-        return F.gmpo_objective(ratio, advantage, tokens.mask, low, high)
+        super().__init__(actor_network, objective=GMPO(), clip_epsilon=clip_epsilon, **kwargs)
 
 
 class VESPOLoss(GRPOLoss):
@@ -146,6 +120,11 @@ class VESPOLoss(GRPOLoss):
         ValueError: one of these is not above 0, or ``dual_clip`` is set; the gate is bounded.
     """
 
+    k_positive = Setting("objective", "k_positive")
+    lambda_positive = Setting("objective", "lambda_positive")
+    k_negative = Setting("objective", "k_negative")
+    lambda_negative = Setting("objective", "lambda_negative")
+
     def __init__(
         self,
         actor_network: TensorDictModuleBase,
@@ -156,48 +135,11 @@ class VESPOLoss(GRPOLoss):
         lambda_negative: float = 2.0,
         **kwargs: Any,
     ) -> None:
-        if min(k_positive, k_negative, lambda_positive, lambda_negative) <= 0:
-            raise ValueError(
-                f"k_positive={k_positive}, k_negative={k_negative}, "
-                f"lambda_positive={lambda_positive} and lambda_negative={lambda_negative} must be "
-                "above 0: use 2.0, 3.0, 3.0 and 2.0."
-            )
-        _refuse_dual_clip(type(self).__name__, kwargs)
-        super().__init__(actor_network, **kwargs)
-        self.k_positive = k_positive
-        self.lambda_positive = lambda_positive
-        self.k_negative = k_negative
-        self.lambda_negative = lambda_negative
-
-    def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        """See the class."""
-        k = (self.k_positive, self.k_negative)
-        decay = (self.lambda_positive, self.lambda_negative)
-        return F.vespo_objective(ratio, log_prob, advantage, k, decay)
+        gate = VESPO(k_positive, lambda_positive, k_negative, lambda_negative)
+        super().__init__(actor_network, objective=gate, **kwargs)
 
 
-class _CovarianceLoss(GRPOLoss):
-    """A loss that treats some tokens of a large covariance of log-prob and advantage apart.
-
-    The covariance is that of the optimization batch, with the log-probs of the policy that sampled.
-    """
-
-    def __init__(
-        self, actor_network: TensorDictModuleBase, *, covariance_share: float, **kwargs: Any
-    ) -> None:
-        if not 0 < covariance_share <= 1:
-            raise ValueError(f"covariance_share={covariance_share} must be in (0, 1]: use 0.0002.")
-        super().__init__(actor_network, **kwargs)
-        self.covariance_share = covariance_share
-
-    def _of_covariance(self, batch: TensorDictBase, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, T] each, the log-probs and the advantages that make the covariance."""
-        log_prob = pad(batch, self.tensor_keys.sample_log_prob)
-        advantage = _of_sequence_or_token(batch, self.tensor_keys.advantage, mask.shape[1])
-        return log_prob, advantage.to(log_prob.dtype)
-
-
-class ClipCovLoss(_CovarianceLoss):
+class ClipCovLoss(GRPOLoss):
     """Clip-Cov (arXiv 2505.22617): PPO's clipped surrogate without some tokens of a large
     covariance of log-prob and advantage, which lower the entropy most.
 
@@ -213,6 +155,10 @@ class ClipCovLoss(_CovarianceLoss):
         ValueError: the share is out of its range, or the bounds are not in order.
     """
 
+    covariance_share = Setting("select.3", "covariance_share")
+    covariance_low = Setting("select.3", "covariance_low")
+    covariance_high = Setting("select.3", "covariance_high")
+
     def __init__(
         self,
         actor_network: TensorDictModuleBase,
@@ -222,24 +168,11 @@ class ClipCovLoss(_CovarianceLoss):
         covariance_high: float = 5.0,
         **kwargs: Any,
     ) -> None:
-        if not covariance_low < covariance_high:
-            raise ValueError(
-                f"covariance_low={covariance_low} must be below covariance_high={covariance_high}: "
-                "use 1.0 and 5.0."
-            )
-        super().__init__(actor_network, covariance_share=covariance_share, **kwargs)
-        self.covariance_low = covariance_low
-        self.covariance_high = covariance_high
-
-    def token_roles(self, batch: TensorDictBase, mask: Tensor) -> Tensor:
-        """See ``GRPOLoss``."""
-        of_batch = self._of_covariance(batch, mask)
-        bounds = (self.covariance_low, self.covariance_high)
-        out = F.clip_cov_tokens(*of_batch, mask, self.covariance_share, bounds)
-        return super().token_roles(batch, mask) & ~out
+        own = ClipCov(covariance_share, covariance_low, covariance_high)
+        super().__init__(actor_network, objective=Clip(), select=[own], **kwargs)
 
 
-class KLCovLoss(_CovarianceLoss):
+class KLCovLoss(GRPOLoss):
     """KL-Cov (arXiv 2505.22617): the ratio times the advantage, without a clip, and a penalty on
     the change of the tokens with the largest covariance of log-prob and advantage.
 
@@ -257,6 +190,9 @@ class KLCovLoss(_CovarianceLoss):
         ValueError: one of these is out of its range.
     """
 
+    covariance_share = Setting("objective", "covariance_share")
+    penalty = Setting("objective", "penalty")
+
     def __init__(
         self,
         actor_network: TensorDictModuleBase,
@@ -265,19 +201,7 @@ class KLCovLoss(_CovarianceLoss):
         penalty: float = 1.0,
         **kwargs: Any,
     ) -> None:
-        if penalty <= 0:
-            raise ValueError(f"penalty={penalty} must be above 0: use 1.0.")
-        super().__init__(actor_network, covariance_share=covariance_share, **kwargs)
-        self.penalty = penalty
-
-    def token_roles(self, batch: TensorDictBase, mask: Tensor) -> Tensor:
-        """See ``GRPOLoss``; 2 for tokens that are penalized."""
-        penalized = F.kl_cov_tokens(*self._of_covariance(batch, mask), mask, self.covariance_share)
-        return super().token_roles(batch, mask).to(torch.uint8) * (1 + penalized)
-
-    def _objective(self, tokens: _Tokens, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """See the class."""
-        return F.kl_cov_objective(ratio, advantage, tokens.roles == 2, self.penalty)
+        super().__init__(actor_network, objective=KLCov(covariance_share, penalty), **kwargs)
 
 
 class DemonstrationLoss(GRPOLoss):
@@ -293,21 +217,9 @@ class DemonstrationLoss(GRPOLoss):
         actor_network: as in ``GRPOLoss``, like all other arguments.
     """
 
-    def behaviour(self, log_prob: Tensor, sample_log_prob: Tensor) -> Tensor:
-        return log_prob.detach()
-
-    def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        """See the class."""
-        return advantage * log_prob
+    def __init__(self, actor_network: TensorDictModuleBase, **kwargs: Any) -> None:
+        super().__init__(actor_network, objective=LogLikelihood(), **kwargs)
 
 
 SFTLoss = DemonstrationLoss
 """The former name."""
-
-
-def _refuse_dual_clip(name: str, settings: dict[str, Any]) -> None:
-    if settings.get("dual_clip") is not None:
-        raise ValueError(
-            f"dual_clip={settings['dual_clip']} must be None with {name}, which already bounds "
-            "every token: leave it out, or use GRPOLoss."
-        )

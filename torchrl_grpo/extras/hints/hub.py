@@ -49,10 +49,11 @@ def _is_cached(name: str, kind: str) -> bool:
 
     folders = [Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"]
     if kind == "dataset":
-        datasets_cache = Path(constants.HF_HOME) / "datasets"
-        folders.append(
-            Path(os.environ.get("HF_DATASETS_CACHE", datasets_cache)) / name.replace("/", "___")
-        )
+        from datasets.naming import camelcase_to_snakecase
+
+        cache = os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets")
+        *owner, last = name.split("/")
+        folders.append(Path(cache) / "___".join([*owner, camelcase_to_snakecase(last)]))
     return any(folder.is_dir() for folder in folders)
 
 

@@ -42,6 +42,7 @@ _METRICS = (
     "ratio_square_mean",
 )
 """Metrics of every batch."""
+_Values = dict[NestedKey, Tensor]
 _TOTALS = (keys.TOKEN_COUNT, keys.SEQUENCE_COUNT)
 _OF_TOKENS = (keys.LOSS_WEIGHTS, keys.TOKEN_ROLES, keys.DEMONSTRATION_WEIGHTS)
 
@@ -317,15 +318,15 @@ class PolicyLoss(LossModule):
         """Return the sequences of a whole optimization batch with what depends on all of them."""
         whole = self._tokens(rows, {})
         keep = self._keep(whole)
-        fixed = self._fix(whole.take(keep), rows.trajectory)
+        fixed, totals = self._fix(whole.take(keep), rows.trajectory)
         places = keep.nonzero().squeeze(-1)
         values = {
             key: value.new_zeros(len(keep)).index_copy(0, places, value)
-            for key, value in fixed.values.items()
+            for key, value in fixed.items()
         }
         if self.sft_coeff:
             values[keys.DEMONSTRATION_WEIGHTS] = self._of_demonstrations(whole)
-        return replace(rows, values=rows.values | values, totals=fixed.totals, trajectory=None)
+        return replace(rows, values=rows.values | values, totals=totals, trajectory=None)
 
     def count(self, rows: Rows) -> Rows:
         """Return sequences with the places of the tokens that count; best on the CPU."""
@@ -353,8 +354,8 @@ class PolicyLoss(LossModule):
             keep = keep & ~t["is_demonstration"].bool()
         return keep
 
-    def _fix(self, t: Tokens, trajectory: Tensor | None) -> _Fixed:
-        """Return what depends on all tokens that count."""
+    def _fix(self, t: Tokens, trajectory: Tensor | None) -> tuple[_Values, _Values]:
+        """Return what depends on all tokens that count: values of each, and totals."""
         dtype, device = t["sample_log_prob"].dtype, t["sample_log_prob"].device
         weights = F.token_weights(
             t.rows.to(device),
@@ -367,12 +368,12 @@ class PolicyLoss(LossModule):
         for select in self.select:
             if not select.is_of_loss:
                 trained = trained & select(t)
-        values = {keys.LOSS_WEIGHTS: weights, keys.TOKEN_ROLES: trained}
+        values: _Values = {keys.LOSS_WEIGHTS: weights, keys.TOKEN_ROLES: trained}
         for part in self._parts():
             values |= {("loss", name): value for name, value in part.prepare(t).items()}
         sizes = t.rows.sizes
         counts = (sizes.sum().clamp(min=1), (sizes > 0).sum().clamp(min=1))
-        return _Fixed(values, dict(zip(_TOTALS, counts, strict=True)))
+        return values, dict(zip(_TOTALS, counts, strict=True))
 
     def _of_demonstrations(self, t: Tokens) -> Tensor:
         """Return the share of each token in the demonstrations' log-likelihood, [S]."""
@@ -470,9 +471,8 @@ class PolicyLoss(LossModule):
             t = t.take(k2 <= self.kl_mask_threshold)
         totals = rows.totals
         if keys.LOSS_WEIGHTS not in t.values:
-            fixed = self._fix(t, rows.trajectory)
-            t.values |= {key: value.to(device) for key, value in fixed.values.items()}
-            totals = fixed.totals
+            fixed, totals = self._fix(t, rows.trajectory)
+            t.values |= {key: value.to(device) for key, value in fixed.items()}
         t.weights = t.values[keys.LOSS_WEIGHTS].to(t["log_prob"].dtype)
         t.count, t.sequences = (totals[key].to(device) for key in _TOTALS)
         return t, every
@@ -513,14 +513,6 @@ class PolicyLoss(LossModule):
         if "kl_k3_to_ref" in out:
             out["kl_to_ref"] = out["kl_k3_to_ref"]
         return out
-
-
-@dataclass(frozen=True)
-class _Fixed:
-    """What a whole optimization batch fixes: values of its tokens, and totals."""
-
-    values: dict[NestedKey, Tensor]
-    totals: dict[NestedKey, Tensor]
 
 
 _NO_VALUES = (

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from importlib import import_module
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from torchrl_grpo.functional import head_logits
 from torchrl_grpo.generation import fused_decoder
 from torchrl_grpo.models import attention
 
@@ -158,21 +160,25 @@ class _OnCard(Tensor):
         tensor.held = held.detach()
         return tensor
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"_OnCard({self.held!r})"
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise RuntimeError(f"{func} outside of MetaCuda")
 
 
 class _SparseOnCard(_OnCard):
     """A sparse tensor of coalesced rows, as the gradient of an embedding: no work of its own."""
+
+    parts: tuple[Tensor, Tensor]
 
     @classmethod
     def make(cls, places: Tensor, rows: Tensor, shape: tuple[int, ...], **_: Any) -> Tensor:
@@ -277,7 +283,7 @@ def _places(index: Tensor | None) -> list[Tensor | None]:
     return list(_held(index).nonzero().unbind(1))
 
 
-def _launches_on_lists(lists: list[list[Tensor]]) -> int:
+def _launches_on_lists(lists: Sequence[Sequence[Tensor]]) -> int:
     """Return the launches of an operation on lists of tensors, filled as PyTorch's
     ``multi_tensor_apply`` does.
     """
@@ -298,7 +304,7 @@ def _launches_on_lists(lists: list[list[Tensor]]) -> int:
 def _head_logits(decoder: Any, hidden: Tensor) -> Tensor:
     """Return the logits as ``FusedDecoder.logits`` does on a card."""
     head = decoder._lm_head
-    return fused_decoder.head_logits(hidden, head.weight, head.bias)
+    return head_logits(hidden, head.weight, head.bias)
 
 
 class _ChooseAttention(TorchFunctionMode):

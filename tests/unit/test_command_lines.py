@@ -180,15 +180,19 @@ def test_a_run_records_only_overrides_of_the_user(
     ("script", "words", "expected"),
     [
         ("grpo.py", "optimizer.lr=1e-4 --cfg job", "lr: 0.0001"),
-        (
-            "grpo.py",
-            "seed=7 --config-name grpo_arithmetic --cfg job train.total_dialog_turns=64",
-            "seed: 7",
-        ),
         ("grpo.py", "optimizer.lr=1e-4 --help", "train.total_steps"),
-        ("grpo.py", "optimizer.lr=1e-4 --hydra-help", "Hydra's help"),
-        ("grpo.py", "--info optimizer.lr=1e-4", "Config search path"),
-        ("grpo.py", "dry_run=true --config-name grpo_arithmetic --cfg job", "dry_run: true"),
+        *(
+            pytest.param("grpo.py", words, expected, marks=pytest.mark.nightly)
+            for words, expected in (
+                (
+                    "seed=7 --config-name grpo_arithmetic --cfg job train.total_dialog_turns=64",
+                    "seed: 7",
+                ),
+                ("optimizer.lr=1e-4 --hydra-help", "Hydra's help"),
+                ("--info optimizer.lr=1e-4", "Config search path"),
+                ("dry_run=true --config-name grpo_arithmetic --cfg job", "dry_run: true"),
+            )
+        ),
         (
             "grpo-async.py",
             "train_model.num_devices=2 --config-name grpo_arithmetic --cfg job",

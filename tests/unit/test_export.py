@@ -51,6 +51,7 @@ def assert_same(
     assert max((one[name] - other[name]).abs().max().item() for name in one) <= atol
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_export_prints_the_folder_and_nothing_else(lora_run: Path, tmp_path: Path) -> None:
     """Messages that torchao, PyTorch and transformers print at import, and progress bars, must not

@@ -3,11 +3,14 @@
 ``RUSAGE_CHILDREN`` misses what a server of forks has started, so this adds up ``/proc``.
 ``tests/cpu.json`` has the limits of the files that may take more than ``LIMIT_S``; it also orders
 the files of a parallel run. `make test` fails if a file takes more than its limit.
+
+    python -m tests.support.cpu .pytest_cache/cpu.json   # after a whole `make test` that may take more
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections import defaultdict
@@ -122,3 +125,18 @@ def register(config: pytest.Config) -> None:
     """Measure if there is ``--cpu`` and Linux."""
     if (out := config.getoption("cpu")) and sys.platform == "linux":
         config.pluginmanager.register(CPUMeter(config, Path(out)), "cpu-meter")
+
+
+def limits_for(seconds: Mapping[str, float]) -> dict[str, int]:
+    """Return limits that leave files, and their sum, 1.4 times what they took.
+
+    >>> limits_for({"a.py": 1.0, "b.py": 10.0})
+    {'all': 16, 'b.py': 14}
+    """
+    files = {path: math.ceil(1.4 * took) for path, took in seconds.items() if 1.4 * took > LIMIT_S}
+    return {"all": math.ceil(1.4 * sum(seconds.values())), **dict(sorted(files.items()))}
+
+
+if __name__ == "__main__":
+    recorded = json.loads(Path(sys.argv[1]).read_text())["files"]
+    LIMITS.write_text(json.dumps(limits_for(recorded), indent=1) + "\n")

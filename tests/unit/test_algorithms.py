@@ -854,22 +854,10 @@ def _copy(model: torch.nn.Module) -> dict[str, Tensor]:
             "policy.max_sampling_rounds=1 rollouts of 16 trajectories must make up",
         ),
         (
-            ["policy.gae_gamma=0.9"],
-            "policy.gae_gamma=0.9 must be left out with policy.advantage_level=sequence",
-        ),
-        (
             ["policy.overlong_buffer=1.5"],
             "policy.overlong_buffer=1.5 must be above 0 and at most 1",
         ),
         (["policy.behaviour_cap=0"], "policy.behaviour_cap=0.0 must be above 0"),
-        (
-            ["ref_model.refresh_every=2", "policy.kl_coef=0"],
-            "ref_model.refresh_every=2 needs a separate reference model, but policy.kl_coef=0",
-        ),
-        (
-            ["ref_model.refresh_every=2", "train_model.lora.enabled=true"],
-            "ref_model.refresh_every=2 needs a separate reference model, but with LoRA",
-        ),
         (["ref_model.refresh_every=0"], "ref_model.refresh_every=0 must be at least 1"),
     ],
 )

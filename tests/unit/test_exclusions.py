@@ -10,61 +10,6 @@ from torchrl_grpo.config import ConfigError
 from torchrl_grpo.config.command_line import compose
 from torchrl_grpo.tasks.base import Problem, Score, Task
 
-DISTILL = ("algo=distill", "teacher.model=some/teacher")
-TOGETHER = [
-    (
-        (*DISTILL, "policy.dynamic_sampling=true"),
-        "dynamic_sampling=true must be left out with policy.teacher_coef=1",
-    ),
-    (
-        ("policy.turn_credit=per_turn", "policy.dynamic_sampling=true"),
-        "dynamic_sampling=true must be left out with policy.turn_credit=per_turn",
-    ),
-    (
-        ("algo=sft", "policy.advantage_whiten=true"),
-        "advantage_whiten=true must be left out with policy.demonstrations",
-    ),
-    (
-        ("algo=sft", "env.environment=a.py:Game"),
-        "environment=a.py:Game must be left out with policy.demonstrations",
-    ),
-    (
-        ("algo=sft", "env.agent=a.py:play"),
-        "agent=a.py:play must be left out with policy.demonstrations",
-    ),
-    (
-        ("policy.demonstrations=true",),
-        "needs policy.loss._target_=torchrl_grpo.objectives.DemonstrationLoss, but it is torchrl_grpo",
-    ),
-    (
-        ("policy.sft_coef=0.1", "policy.dynamic_sampling=true"),
-        "dynamic_sampling=true must be left out with policy.sft_coef=0.1",
-    ),
-    (
-        (*DISTILL, "policy.sft_coef=0.1", "policy.teacher_divergence=reverse"),
-        "sft_coef=0.1 must be left out with policy.teacher_divergence=reverse",
-    ),
-    (
-        ("policy.sft_coef=0.1", "env.agent=a.py:play"),
-        "sft_coef=0.1 must be left out with env.agent=a.py:play, whose",
-    ),
-    (
-        ("algo=sft", "policy.sft_coef=0.1", "env.dataset=a.jsonl", "env.columns.completion=c"),
-        "sft_coef=0.1 must be left out with policy.demonstrations=true",
-    ),
-    (
-        ("env.agent=a.py:play", "policy.turn_credit=per_turn"),
-        "per_turn must be left out with env.agent=a.py",
-    ),
-]
-
-
-@pytest.mark.parametrize(("overrides", "message"), TOGETHER)
-def test_they_are_refused(overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        compose_config(*overrides)
-    assert message in str(error.value)
-
 
 @pytest.mark.slow
 def test_a_group_size_of_demonstrations_that_was_given_is_refused() -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from tests.support.configs import compose_config
 from torchrl_grpo.assembly.tasks import make_task
-from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.integrations.sandbox import Limits, isolation, runner
 from torchrl_grpo.integrations.sandbox.python_tool import Python
 from torchrl_grpo.integrations.sandbox.session import Session
@@ -182,11 +181,6 @@ def test_it_runs_in_a_reward_worker_beside_functions() -> None:
         turn = pool.submit(dialog_of(task, "a", call(""), call("x * 7"))).result()
         assert turn.messages[0]["content"] == "42"  # type: ignore[union-attr]
         pool.end("a")
-
-
-def test_an_environment_beside_it_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"env\.tools=\[python\] .* env\.environment"):
-        compose_config(*TOOLS, "env.environment=my_envs.py:Guess")
 
 
 def test_code_that_does_not_read_is_given_up_in_time(session: Session) -> None:

@@ -334,8 +334,11 @@ def test_a_rule_fires_names_the_key_and_is_healed_by_its_fixes(row: Row) -> None
     broken = ((one, error) for one, error in tried if error is not None and names(error, one))
     settings, message = next(broken, ({}, ""))
     assert message, "no input breaks this rule and is named"
+    if row.prefix + str(row.rule.broken) in (*FIELDS, *VALUES):
+        assert all(name.rpartition(".")[2] in message for name in settings), message
+    served = {"inference_model.backend": "server"} if row.prefix == "inference_model." else {}
     with pytest.raises(ConfigError):
-        validate(made(settings))
+        validate(made(settings | served))
         check_one_process(made(settings))
     healed = [settings | fix for fix in fixes(row, message)]
     assert healed, f"no fix is understood: {message}"

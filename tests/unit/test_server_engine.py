@@ -251,19 +251,6 @@ def test_an_evaluation_alone_loads_no_model_and_leaves_the_served_one(
     assert "/generate" in routes and "/update_weights_from_disk" not in routes
 
 
-def test_a_checkpoint_is_not_what_a_server_would_evaluate() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"train\.resume=here .*train\.total_dialog_turns=0",
-    ):
-        compose_config(
-            *served("http://a"),
-            "train.total_dialog_turns=0",
-            "evaluation.num_prompts=4",
-            "train.resume=here",
-        )
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -125,21 +125,6 @@ def test_teachers_without_a_data_set_of_their_own_are_refused(teachers: str, mes
         compose_config(*SMALL, "algo=distill", f"teachers={teachers}")
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["teacher.model=starter"], r"teachers=.* must be left out with teacher\.model=starter"),
-        (["policy.teacher_divergence=jsd"], r"needs policy\.teacher_top_k with teachers"),
-        (["policy.teacher_coef=0"], r"teachers=.* must be left out without a teacher"),
-    ],
-)
-def test_settings_that_contradict_several_teachers_are_refused(
-    more: list[str], message: str, folder: Path
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        compose_config(*overrides(folder, "math", "code"), *more)
-
-
 def test_a_data_set_that_is_not_there_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"teachers\[1\]\.datasets=.* \['math', 'rest'\], but cod"

@@ -218,6 +218,7 @@ def test_lazy_and_plain_trajectories_complete_one_group():
     torch.testing.assert_close(values(out), torch.tensor([1.0, -1.0, -1.0, 1.0]) * 0.5**0.5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_queue_that_is_shared_keeps_what_waited():
     transform = GroupAdvantage(2)

@@ -535,6 +535,7 @@ def assert_compiled_equals_eager(loss: GRPOLoss, batch: TensorDictBase, **settin
         torch.testing.assert_close(compiled[name], gradient, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_compiled_with_a_model_the_loss_has_the_same_value_and_gradient(
     padded_batch: TensorDict,
@@ -558,6 +559,7 @@ def test_the_compiled_loss_has_the_same_value_and_gradient() -> None:
 # The loop by hand
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("part", "most_lines"), [(slice(-1), 40), (slice(-1, None), 60)])
 def test_the_loops_of_the_tutorial_are_short_and_learn(part: slice, most_lines: int) -> None:

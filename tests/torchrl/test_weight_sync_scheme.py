@@ -116,6 +116,7 @@ def test_a_sender_pushes_the_model_to_its_collectors(tokenizer, tiny_model):
         assert torch.equal(head(policy), tiny_model.lm_head.weight)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow  # starts a process
 def test_workers_of_a_multi_sync_collector_take_the_weights(tokenizer, tiny_model):
     collector = MultiSyncCollector(

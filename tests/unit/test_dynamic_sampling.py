@@ -18,6 +18,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_replaces_groups_without_signal_and_goes_on_alike(tmp_path: Path) -> None:
     with Script(SYNC, tmp_path, *OPTIONS) as running:

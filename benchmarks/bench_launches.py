@@ -137,7 +137,7 @@ def use_token(side: str, args: argparse.Namespace, folder: str) -> Run:
         else:
             logits = model(tokens[:, None], past_key_values=started, use_cache=True).logits[:, -1]
             logits.float().softmax(-1).multinomial(1)
-            started.crop(args.prompt + own)
+            started.crop(-1)
 
     return run
 

@@ -42,6 +42,7 @@ NAMES = [
     "atexit:_run_exitfuncs",
     "torch:_dynamo.utils.disable_cache_limit",
     "torch:_C._accelerator_setAllocatorSettings",
+    "torch:_foreach_mul",
     "torch:_foreach_norm",
     "torch:_foreach_sub",
     "torch:Tensor._version",
@@ -81,6 +82,8 @@ NAMES = [
     "vllm.v1.executor.abstract:Executor._init_executor",
 ]
 
+OF_INSTANCES = {"_option_string_actions"}  # argparse's parsers: test_command_lines uses Hydra's
+
 # Outside compat/: documented names, and names that classes leave to their subclasses.
 DOCUMENTED = {"_asdict", "_exit", "_replace"}
 OF_PYTHON = {"_run_exitfuncs", "_shutdown"}  # the sandbox's judge exits like Python
@@ -90,6 +93,7 @@ FOR_SUBCLASSES = {
     "_ack_queues", "_init_on_sender_impl", "_receiver_transport", "_send_ack", "_sender_transports",
     "_start_background_receiver", "_stop_event", "_wait_for_instruction",  # torchrl's WeightSyncScheme
     "_load_from_state_dict", "_modules",  # torch.nn.Module
+    "_specs",  # torchrl's StackedComposite
     "_init_executor",  # vLLM's Executor
 }  # fmt: skip
 
@@ -167,7 +171,7 @@ def test_each_private_name_in_compat_is_looked_for(path: str) -> None:
         for part in name.split(".")
         if part.startswith("_")
     }
-    assert (private_attributes(TREES[path]) | modules) - own_names() <= listed
+    assert (private_attributes(TREES[path]) | modules) - own_names() <= listed | OF_INSTANCES
 
 
 def test_private_names_of_libraries_are_in_compat_alone() -> None:

@@ -62,9 +62,7 @@ REFUSED = {
     "mamba2": {"engine": NO_CACHE, "LoRA": "must name modules of the model that can have adapters"},
     "rwkv": {"engine": NO_CACHE},
     "minimax": {"engine": NO_CACHE + "ValueError: MiniMax uses cache of its own"},
-    "jamba": {
-        "LoRA": r"layers\.0\.mamba\.in_proj is part of a Mamba layer.*: use \[q_proj,k_proj,v_proj,o_proj\], or"
-    },
+    "jamba": {"LoRA": r"layers\.0\.mamba\.in_proj.*: use \[q_proj,k_proj,v_proj,o_proj\], or"},
     "llama4_text": {
         "LoRA": r"Llama4ForCausalLM must .* cannot be had \(AttributeError: 'tuple' object"
     },

@@ -958,16 +958,17 @@ def test_the_pixels_that_are_kept_have_a_bound(kit: Kit, monkeypatch: pytest.Mon
 
 @ONE_FAMILY
 def test_images_of_a_further_test_set_are_encoded(kit: Kit, tmp_path: Path) -> None:
-    tests = "test_fraction: 0.5, reward: gsm8k, columns: {images: picture}"
+    options = "test_fraction: 0.5, reward: gsm8k, columns: {images: picture}"
     config = compose_config(
         *SMALL[:-2],
         f"model.name={kit.path}",
         "inference_model.max_new_tokens=6",
         "evaluation.num_prompts=4",
-        f"evaluation.datasets=[{{dataset: {write_data(tmp_path, 20)}, {tests}}}]",
+        f"evaluation.datasets=[{{dataset: {write_data(tmp_path, 20)}, {options}}}]",
     )
-    env = prepare(config).greedy_env
-    assert env is not None
+    tests = prepare(config).tests
+    assert tests is not None
+    env = tests.greedy
     sums, question = (env.prompts.usable[i] for i in (0, -1))  # further test sets come last
     problems = env.prompts.problems
     assert isinstance(env.prompts.of_problem(question, problems[question]), Prompt)

@@ -128,7 +128,7 @@ def assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", [*MESHES, "lora", "ddp", "ddp lora"])
-def test_loss_and_gradients_of_the_users_own_ranks_are_those_of_one_process(
+def test_loss_and_gradients_of_the_users_ranks_are_those_of_one_process(
     ranks: list[dict[str, Any]], kind: str
 ) -> None:
     expected = gradients(make_model("lora" in kind), make_batch())

@@ -389,7 +389,7 @@ def test_one_dialogs_error_or_time_out_is_not_anothers() -> None:
         return 1.0
 
     scores = make_rewards([slow, refuse]).score_all(
-        map(dialog, ("60", "0.01", "x", "0.02")), timeout_s=0.3
+        [*map(dialog, ("60", "0.01", "x", "0.02"))], timeout_s=0.3
     )
     assert [type(score) for score in scores] == [InvalidRewardError, KeyError, ValueError, Score]
     assert scores[0].cause == "timeout"  # type: ignore[union-attr]

@@ -16,6 +16,11 @@ def group_names(advantage: Any) -> list[int | str]:
     return list(getattr(advantage.queues, "_queues", advantage.queues))
 
 
+def set_schemes(collector: Any, schemes: dict[str, Any]) -> None:
+    """Give a collector that exists weight synchronization schemes by model."""
+    collector._weight_sync_schemes = schemes
+
+
 def check_choice(name: str, choice: object, choices: Sequence[str]) -> None:
     """Refuse an unknown choice.
 

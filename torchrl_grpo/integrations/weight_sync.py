@@ -15,6 +15,7 @@ from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.weight_update import MultiProcessWeightSyncScheme
 
+from torchrl_grpo.compat.torchrl import set_schemes
 from torchrl_grpo.generation.policy import generation_of
 from torchrl_grpo.weights.named import weights_of
 
@@ -25,7 +26,7 @@ def set_weight_sync(collector: Any) -> None:
     if not any(getattr(collector, way, None) for way in ways):
         scheme = EngineWeightSyncScheme()
         scheme.init_on_sender(model_id="policy", context=collector)
-        collector._weight_sync_schemes = {"policy": scheme}
+        set_schemes(collector, {"policy": scheme})
 
 
 class EngineWeightSyncScheme(MultiProcessWeightSyncScheme):

@@ -17,7 +17,7 @@ class Reinforce(Surrogate):
     """Plain policy gradient: no ratio and no clip."""
 
     def forward(self, t: Tokens) -> Tensor:
-        """Return the advantage times the log-prob, of each token that counts."""
+        """Return the advantage times the log-prob of each token that counts."""
         return t["advantage"] * t["log_prob"]
 
 

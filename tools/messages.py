@@ -2,7 +2,7 @@
 
 A refactoring must not change a word. This records the message of each bad input below, the tables of
 each device plan on pretended GPUs, and every rule of the config. ``tools/golden.py`` records runs,
-and the messages that need the config alone.
+and the messages that need only the config.
 
     python tools/messages.py /tmp/before.json            # at one commit: about a minute of CPU time
     python tools/messages.py /tmp/after.json             # at the other

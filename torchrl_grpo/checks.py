@@ -159,12 +159,13 @@ def check_argument(
 
 
 def exact_context(config: Any) -> int | None:
-    """Return the tokens beyond which a sequence's log-probs depend on those beside it in a pass;
-    None if they never do.
+    """Return the number of tokens beyond which a sequence's log-probs depend on the other sequences
+    of a pass; None if they never do.
 
-    Hugging Face's ``longrope`` has other factors from there on, and ``dynamic`` another base, which
-    it keeps in later passes; vLLM takes one for all lengths, by ``max_model_len``. A sparse
-    attention's indexer (``index_topk``) chooses padding too, except with compressed keys.
+    From that length on, Hugging Face's ``longrope`` has other factors, and ``dynamic`` has another
+    base, which it keeps in later passes; vLLM uses one set for all lengths, which depends on
+    ``max_model_len``. The indexer of sparse attention (``index_topk``) may choose padding, except
+    with compressed keys.
     """
     config = config.get_text_config(decoder=True)
     rope: Any = getattr(config, "rope_parameters", None)
@@ -176,7 +177,7 @@ def exact_context(config: Any) -> int | None:
 
 
 def context_length(config: Any) -> int:
-    """Return the maximum tokens of a prompt and its response together, at most ``exact_context``; for
+    """Return the maximum length of a prompt and its response in tokens, at most ``exact_context``; for
     a model without a limit, a very large number.
     """
     limit = exact_context(config)

@@ -171,7 +171,7 @@ def test_the_plan_shows_where_own_weights_score() -> None:
     plain = prepare(compose_config(*SMALL, "policy.kl_coef=0"))
     weights = 4 * context.shape.parameters
     before, after = (
-        each["train"].least["trained weights and optimizer state"]
+        each["train"].minimum["trained weights and optimizer state"]
         for each in (shares(plain), own_shares)
     )
     assert after == before + 2 * weights

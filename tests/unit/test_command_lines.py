@@ -217,7 +217,7 @@ def test_the_scripts_answer_options_after_overrides(
     [
         (
             "seed=1,2 --multirun --cfg job",
-            "--multirun and --cfg exclude each other: use one of them alone.",
+            "--multirun and --cfg exclude each other: set only one of them.",
         ),
         (
             "seed=1 --resolve",

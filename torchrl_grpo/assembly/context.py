@@ -65,9 +65,9 @@ class EvaluationEnvs(NamedTuple):
 
 @dataclass
 class Context:
-    """A run before its weights load: each fact is made when it is first asked for, and then kept.
+    """What is known of a run before its weights load. Each fact is computed on first access and kept.
 
-    ``prepare`` makes them in the order in which problems are to be reported. Actors get the
+    ``prepare`` computes them in the order in which problems are to be reported. Actors get the
     driver's context with its facts, so that all processes draw the same problems and only the
     driver needs the data. ``dataclasses.replace`` forgets the facts.
 
@@ -77,7 +77,7 @@ class Context:
         resume: checkpoint to resume.
         folder: the run's folder, for logs of its processes.
         max_staleness: bound on the staleness.
-        distributed: whether the roles are processes of their own.
+        distributed: whether each role has its own process.
         turns: whether engines share devices with other roles, and release them while those work.
         teacher_shape: shape of the largest teacher.
         teacher_prompts: writes the prompts that the teacher reads in place of the policy's.
@@ -94,7 +94,7 @@ class Context:
     teacher_prompts: TeacherPrompts | None = None
 
     def make(self, *facts: str) -> None:
-        """Make facts now, in this order."""
+        """Compute these facts now, in this order."""
         for fact in facts:
             getattr(self, fact)
 
@@ -218,7 +218,7 @@ class Context:
 
     @cached_property
     def image_encoder(self) -> ImageEncoder | None:
-        """What prepares the images of prompts; None without images.
+        """Encoder of the images of prompts; None without images.
 
         Raises:
             ValueError: the model reads no images, but prompts have some.
@@ -232,7 +232,7 @@ class Context:
         except ValueError as error:
             if _has_images(self.config, self.task):
                 raise
-            torchrl_logger.warning("The run does without images: %s", error)
+            torchrl_logger.warning("The run continues without images: %s", error)
             return None
         encoder.max_pixels = self.config.env.max_image_pixels
         return encoder
@@ -310,9 +310,10 @@ class Context:
 
     @cached_property
     def geometry(self) -> Geometry:
-        """How the samplers play. In one process a task is a whole batch. Elsewhere an engine that
-        takes turns gets its whole share of a batch, one that is concurrent plays any number of
-        groups with continuous batching, and another one static batch at a time.
+        """How the samplers play a batch. In one process a rollout task is the whole batch. On Ray an
+        engine that takes turns with other roles gets its whole share of the batch, a concurrent
+        engine plays any number of groups with continuous batching, and any other engine plays one
+        static batch at a time.
 
         Raises:
             ValueError: ``env.num_envs`` cannot be divided into whole groups.
@@ -335,12 +336,12 @@ class Context:
 
     @cached_property
     def longest_prompt(self) -> int:
-        """Tokens of the longest of some prompts."""
+        """Number of tokens of the longest of the first prompts."""
         return max(map(len, self.train_env.prompts.first(_NUM_PROMPTS)))
 
     @cached_property
     def images(self) -> Images | None:
-        """The images of the run, according to some of its prompts; None without images."""
+        """Images of the run, estimated from its first prompts; None without images."""
         if self.image_encoder is None:
             return None
         prompts = self.train_env.prompts.first(_NUM_PROMPTS)
@@ -353,7 +354,7 @@ class Context:
 
 
 def describe_model(config: GRPOConfig) -> ModelFiles:
-    """Read the files of a config's model besides its weights.
+    """Read everything about a config's model except its weights.
 
     Raises:
         ValueError: one of them cannot be read, or they do not match.
@@ -371,7 +372,7 @@ def describe_model(config: GRPOConfig) -> ModelFiles:
 
 
 def _has_images(config: GRPOConfig, task: Task) -> bool:
-    """Return whether prompts have images: a column says so, or a problem of a task has some."""
+    """Return whether prompts have images: a column is set for them, or a task's problem has some."""
     own = config.env.own_task is not None
     data = [config.env, *(config.env.datasets or ()), *(config.evaluation.datasets or ())]
     if any(entry.columns.images is not None for entry in data):

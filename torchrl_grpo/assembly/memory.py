@@ -1,4 +1,4 @@
-"""What a config tells of the memory that its roles take.
+"""Memory that the roles of a run take, as far as the config determines it.
 
 Imports no torch, because the plan uses it.
 """

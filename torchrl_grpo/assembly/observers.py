@@ -133,7 +133,7 @@ class Recorder(Observer):
 
 
 class Limits(Observer):
-    """Ends a run that learns nothing, after it was saved, or whose rewards all fail alike.
+    """Ends a run whose rewards all fail alike or, after saving it, a run that learns nothing.
 
     Args:
         signal: counts the steps that were recorded.

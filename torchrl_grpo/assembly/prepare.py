@@ -1,4 +1,4 @@
-"""``prepare``: check everything about a run that needs no weights, in the order of its problems."""
+"""``prepare``: check everything about a run that needs no weights."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def prepare(
     max_staleness: int = 0,
     distributed: bool = False,
 ) -> Context:
-    """Check everything that needs no weights, and make everything that a run needs besides them.
+    """Check everything about a run that needs no weights, and return what is known then.
 
     Args:
         config: validated.
         accelerators: accelerators of the cluster at ``ray.address``; None for this machine's.
         resume: the checkpoint to resume.
-        task: task of the config; None makes it.
+        task: the config's task; by default it is made here.
         folder: the run's folder.
         max_staleness: bound on the staleness.
-        distributed: whether the roles are processes of their own even if the plan needs only one.
+        distributed: whether each role has its own process even if the plan needs only one.
 
     Raises:
         ConfigError: a rule is broken; the message names field, rule, value and fix.
@@ -133,7 +133,7 @@ def check_loggers(config: GRPOConfig) -> None:
     """Check that the packages for ``logging`` are installed and usable.
 
     Raises:
-        ValueError: one is not.
+        ValueError: a package is missing or cannot be used.
     """
     logging = config.logging
     check_logging(tensorboard=logging.tensorboard, services=logging.services, page=logging.page)
@@ -155,7 +155,7 @@ def _make_plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> Devi
 
 
 def _check_teachers(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Shape | None:
-    """Return the shape of the largest teacher, after checking all of them; None without one.
+    """Return the shape of the largest teacher, after checking all of them; None without teachers.
 
     Raises:
         ValueError: see ``check_teacher``, or a teacher names an unknown data set.
@@ -203,7 +203,7 @@ def _check_teachers_images(config: GRPOConfig, encoder: ImageEncoder) -> None:
     """Check that the teachers read images as the policy does.
 
     Raises:
-        ValueError: one reads none, or prepares them differently.
+        ValueError: a teacher reads no images, or prepares them differently.
     """
     tokenizer, remote_code = encoder.processor.tokenizer, config.model.trust_remote_code
     for name in {config.of_teacher(i).teacher_source or "" for i in range(config.num_teachers)}:

@@ -1,4 +1,4 @@
-"""What the roles of a run take: the devices that they ask for, and the memory there."""
+"""Shares of the roles of a run: the devices that each requests, and the memory it takes there."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def requests(config: GRPOConfig) -> dict[str, RoleRequest]:
 
 @dataclass(frozen=True)
 class Share:
-    """What a role takes of each of its devices.
+    """Devices of a role, and the memory that it takes of each.
 
     Attributes:
         label: the role, as the device plan calls it.
@@ -66,7 +66,7 @@ class Share:
         dtype: type of its weights; empty on a server.
         parameters: number of its parameters.
         memory: memory on one device; None if its weights are another role's.
-        least: bytes on one device that it cannot do without, by purpose.
+        minimum: bytes that it cannot do without on one device, by purpose.
         addresses: the servers that it runs on, instead of devices.
     """
 
@@ -75,7 +75,7 @@ class Share:
     dtype: str
     parameters: float
     memory: StepMemory | ModelMemory | None = None
-    least: Mapping[str, int] = field(default_factory=dict)
+    minimum: Mapping[str, int] = field(default_factory=dict)
     addresses: Sequence[str] = ()
 
     def row(self) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def check_devices(context: Context) -> None:
         context: of the run.
 
     Raises:
-        ConfigError: an accelerator does not.
+        ConfigError: an accelerator lacks the room.
     """
     total = max((total for _, total in accelerators_in_use().values()), default=None)
     for device in () if context.config.evaluates_served else context.plan.devices:
@@ -225,11 +225,11 @@ def _check_device(context: Context, device: torch.device, total: int) -> None:
         if any(device in devices for devices in share.devices)
     }
     engine = roles.pop("inference", None)
-    holds = {purpose: least for role in roles.values() for purpose, least in role.least.items()}
+    holds = {purpose: amount for role in roles.values() for purpose, amount in role.minimum.items()}
     kind = engine_class(context.config.inference_model.backend)
     share = kind.device_share(context.engine_request)
     if engine is None or share is None:
-        holds |= {} if engine is None else engine.least
+        holds |= {} if engine is None else engine.minimum
         if sum(holds.values()) > total:
             raise ConfigError(
                 f"train_model.num_devices={len(context.plan.train)} must leave each device with "
@@ -239,7 +239,7 @@ def _check_device(context: Context, device: torch.device, total: int) -> None:
         return
     if context.turns:  # the engine's share and the gradients never exist at the same time
         holds.pop("gradients", None)
-    weights = sum(engine.least.values())
+    weights = sum(engine.minimum.values())
     most = 1 - sum(holds.values()) / total
     if share > most or share < weights / total:
         lower = math.ceil(weights / total * 100) / 100

@@ -189,8 +189,8 @@ class ChatEncoder:
     ) -> None:
         """Check that the template writes the content and the calls of each message, and the tools.
 
-        It renders a mark in place of each text, because a template may leave out some of a text,
-        such as a thought, strip it or write it as JSON. Chats of one form are rendered once.
+        It renders a mark in place of each text, because a template may leave out a part of a text,
+        such as a thought, strip it, or write it as JSON. Chats of one form are rendered once.
 
         Args:
             chat: messages.
@@ -198,7 +198,7 @@ class ChatEncoder:
             **arguments: further arguments of the template.
 
         Raises:
-            ValueError: it leaves one out, or raises any error.
+            ValueError: the template leaves one out, or raises any error.
         """
         marks: dict[str, str] = {}
 

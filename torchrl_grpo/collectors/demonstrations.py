@@ -63,7 +63,7 @@ class ChatWriter:
         tokenizer: a fast tokenizer with a chat template.
         stop_token_ids: the tokens that end a turn.
         template_arguments: arguments for the chat template.
-        image_encoder: encodes the images of chats; None for models that read text alone.
+        image_encoder: encodes the images of chats; None for models that read only text.
 
     Example:
         >>> from transformers import AutoTokenizer

@@ -441,8 +441,8 @@ class RolloutCollector(BaseCollector):
         return self._thread is not None and self._thread.is_alive()
 
     def shutdown(self, timeout: float | None = None, *args: Any, **kwargs: Any) -> None:
-        """Close the environment after the rollout in progress, and the engine of a policy that
-        ``policy_factory`` has made: another one is its owner's to close. May be called again.
+        """Close the environment after the rollout in progress, and the engine if ``policy_factory``
+        made its policy: the caller closes any other engine. May be called again.
 
         Args:
             timeout: seconds to wait for the rollout that ``start`` has begun.
@@ -486,7 +486,7 @@ class RolloutCollector(BaseCollector):
 
 
 def _replaced(module: Any, old: nn.Module, new: nn.Module) -> Any:
-    """Return a shallow copy of a module with another one in place of a module in it."""
+    """Return a shallow copy of a module in which ``new`` replaces the submodule ``old``."""
     if module is old:
         return new
     if old not in module.modules():

@@ -14,7 +14,7 @@ def options_parser(refuse: Callable[[str], NoReturn]) -> ArgumentParser:
     """Return the parser of Hydra's own command line options, with our version.
 
     Args:
-        refuse: called with what is wrong, where the parser would print its usage and exit.
+        refuse: called with the problem, instead of printing the usage and exiting.
     """
     parser: Any = get_args_parser()
     parser.error = refuse

@@ -18,7 +18,7 @@ def attention_of(config: PretrainedConfig) -> str:
 def load_image_processor(
     path: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Any:
-    """Return the processor of a vision-language model, for images alone.
+    """Return the processor of a vision-language model, for images only.
 
     It prepares images with Pillow on every machine: torchvision, which ``AutoProcessor`` prefers
     where it is installed and needs for videos, gives slightly different pixels.

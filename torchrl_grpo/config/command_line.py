@@ -166,7 +166,7 @@ def _check_turns(env: DictConfig) -> None:
     ):
         raise ConfigError(
             f"env.max_steps={env.max_steps} must be left out with env.max_turns={env.max_turns}, "
-            "because both name the same key: use env.max_turns alone."
+            "because both name the same key: use only env.max_turns."
         )
 
 
@@ -195,7 +195,7 @@ def split_command_line(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     Hydra's parser accepts overrides only in one contiguous block, before or after its options.
 
     Raises:
-        ConfigError: a word is no option, or two options exclude each other.
+        ConfigError: a word is not an option, or two options exclude each other.
         SystemExit: the version was printed.
     """
     words = [
@@ -217,7 +217,7 @@ def split_command_line(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if _is_set(parsed, name)
     ]
     if len(modes) > 1:
-        raise ConfigError(f"{' and '.join(modes)} exclude each other: use one of them alone.")
+        raise ConfigError(f"{' and '.join(modes)} exclude each other: set only one of them.")
     if parsed.resolve and not (parsed.cfg or parsed.help):
         raise ConfigError("--resolve needs --cfg or --help: use --cfg job --resolve.")
     _check_once(parsed.overrides)
@@ -305,7 +305,7 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
         )
     lengths = [f"{name}={values[name]}" for name in LENGTHS if values.get(name, "null") != "null"]
     if len(lengths) > 1:
-        raise ConfigError(f"{' and '.join(lengths)} exclude each other: use one of them alone.")
+        raise ConfigError(f"{' and '.join(lengths)} exclude each other: set only one of them.")
     for name in ("hydra.run.dir", "hydra.sweep.dir"):
         if name in values and "$" not in values[name]:
             _check_folder(name, Path(values[name].strip("'\"")))

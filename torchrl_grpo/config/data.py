@@ -71,7 +71,7 @@ class DataConfig:
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     prompt_template: str | None = None
     """The user message, with columns in braces, such as "{question} Answer with a number."; other
-    braces stay, and {{name}} is the text {name}. null uses the prompt alone."""
+    braces stay, and {{name}} is the text {name}. null uses only the prompt."""
     system_prompt: str | None = None
     """System message, which replaces one in the data."""
     reward: Any = None

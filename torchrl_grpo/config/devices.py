@@ -43,7 +43,7 @@ DEVICE_RULES = (
     Rule(
         "num_devices",
         "and {devices=} exclude each other",
-        "give the number alone, to have the devices chosen, or give the devices alone",
+        "give only the number, to have the devices chosen, or give only the devices",
         "devices",
     ),
     Rule(

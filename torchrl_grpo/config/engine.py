@@ -81,7 +81,7 @@ class InferenceModelConfig(DevicesConfig):
     without LoRA also broadcast (nccl between GPUs) or cuda_ipc (one GPU). auto is the fastest that
     fits: it must first deliver the same weights as object_store, which replaces it if it fails."""
     exact: bool = False
-    """transformers: score each response once more as the trainer will, alone, so that log-probs
+    """transformers: score each response once more by itself, as the trainer will, so that log-probs
     equal the trainer's to the last bit and the ratio is exactly 1 on policy. docs/algorithms.md has
     the cost."""
     check_sync: bool = False

@@ -107,14 +107,12 @@ class EnvConfig(DataConfig):
 
     @property
     def own_task(self) -> str | None:
-        """The class of a task, or verifiers:NAME; None where the task is a data set."""
+        """The class of a task, or verifiers:NAME; None if the task is a data set."""
         return self.task if isinstance(self.task, str) else self.task.get("_target_")
 
     @property
     def player(self) -> str | None:
-        """Who plays the problems with an OpenAI client, as the user said it; None where nobody
-        does.
-        """
+        """The setting that names who plays the problems with an OpenAI client; None without one."""
         if isinstance(self.task, str):
             return f"env.task={self.task}"
         return None if self.agent is None else f"env.agent={self.agent}"
@@ -265,7 +263,7 @@ RULES = (
         Rule(
             key,
             "and {env.player} exclude each other, because the agent decides what follows a turn",
-            "use one of them alone",
+            "set only one of them",
             "env.player",
         )
         for key in ("env.tools", "env.retry_prompt", "env.transforms")
@@ -273,7 +271,7 @@ RULES = (
     Rule(
         "env.agent",
         "and {env.task=} exclude each other",
-        "use one of them alone",
+        "set only one of them",
         lambda c: c.env.agent is not None and isinstance(c.env.task, str),
     ),
     Rule(

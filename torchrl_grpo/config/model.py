@@ -74,7 +74,7 @@ class TrainModelConfig(DevicesConfig):
     which the model is otherwise sharded."""
     replicas: int = limited(1, ge=1)
     """Copies of the model, each sharded over as many of its devices, at least 1. With as many as
-    machines, layers are gathered within a machine, and gradients alone travel between machines
+    machines, layers are gathered within a machine, and only gradients travel between machines
     (HSDP)."""
     model_kwargs: Any = None
     """Further arguments of from_pretrained for all models that Transformers loads, such as
@@ -122,7 +122,7 @@ RULES = (
     ),
     Rule(
         "train_model.train_vision",
-        "must be false with {train_model.lora.enabled=}, which adapts the language model alone",
+        "must be false with {train_model.lora.enabled=}, which adapts only the language model",
         "use train_model.lora.enabled=false, or leave train_model.train_vision out",
         "train_model.lora.enabled",
     ),

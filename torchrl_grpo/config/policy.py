@@ -18,8 +18,8 @@ class PolicyConfig:
     loss: dict[str, Any] = field(
         default_factory=lambda: {"_target_": "torchrl_grpo.objectives.GRPOLoss"}
     )
-    """The loss: as _target_ a class of the package, or your Surrogate or subclass of GRPOLoss as file.py:Class
-    or package.module.Class, with its arguments next to it.
+    """The loss: as _target_ a class of the package, or your Surrogate or subclass of GRPOLoss as
+    file.py:Class or package.module.Class, with its arguments next to it.
     """
     advantage: dict[str, Any] = field(
         default_factory=lambda: {"_target_": "torchrl_grpo.transforms.GroupAdvantage"}
@@ -29,8 +29,8 @@ class PolicyConfig:
     """
     advantage_mean: str = choice(checks.AdvantageMean, "group")
     """Baseline: mean of the group, of its other members (leave_one_out), of its tokens
-    (length_weighted, arXiv 2505.23585), of the batch, or none; second_best trains on the best
-    member alone, by its lead over the second one (arXiv 2503.19595)."""
+    (length_weighted, arXiv 2505.23585), of the batch, or none; second_best trains only on
+    the best member, by its lead over the second one (arXiv 2503.19595)."""
     advantage_std: str = choice(checks.AdvantageStd, "group")
     """Scale: standard deviation of the group, of the batch, or none; the group's mean reward
     (group_mean, arXiv 2602.02710); or the share of rewards that are not 0 (nonzero, arXiv
@@ -138,7 +138,7 @@ class PolicyConfig:
     problem in the batch (env.columns.completion or messages), the mean over their tokens, in the
     same optimizer step. 0 needs none."""
     reward_coef: float = limited(1.0, ge=0)
-    """With a teacher: weight of the reward's advantage beside it; 0 trains on the teacher alone."""
+    """With a teacher: weight of the reward's advantage beside it; 0 trains only on the teacher."""
     teacher_coef: float = limited(0.0, ge=0)
     """Weight of the divergence from teacher.model; 0 needs no teacher."""
     teacher_divergence: str = choice(checks.TeacherDivergence, "sampled")
@@ -152,8 +152,8 @@ class PolicyConfig:
     teacher_beta: float = limited(0.5, gt=0, lt=1)
     """teacher_divergence=jsd: the teacher's share of the mixture, in (0, 1)."""
     teacher_top_k: int | None = limited(None, ge=1)
-    """teacher_divergence over the vocabulary: how many of the teacher's most likely tokens are told
-    apart; null is all, for which the trainer holds the teacher's LM head."""
+    """teacher_divergence over the vocabulary: how many of the teacher's most likely tokens are compared
+    one by one; null is all, for which the trainer holds the teacher's LM head."""
 
 
 def _no_sft_loss(config: Any) -> dict[str, str] | None:
@@ -205,7 +205,7 @@ RULES = (
         Rule(
             key,
             "must be none with policy.demonstrations=true (algo=sft), whose rewards are all 1",
-            "use algo=sft alone",
+            "use only algo=sft",
             "policy.demonstrations",
             lambda value: value != "none",
         )
@@ -221,7 +221,7 @@ RULES = (
     Rule(
         "policy.turn_credit",
         "and {policy.advantage_level=} exclude each other, because both determine a token's credit",
-        "use one of them alone",
+        "set only one of them",
         "policy.advantage_level",
     ),
     *(

@@ -108,7 +108,7 @@ def on_saved_config(
 
 
 def from_saved(saved: Any, path: Path, *, trusted: bool) -> GRPOConfig:
-    """Return the config saved in a checkpoint, given as plain types, for a use of its model alone.
+    """Return the config saved in a checkpoint, given as plain types, to use only its model.
 
     Args:
         saved: the config.

@@ -81,7 +81,7 @@ def arguments(key: str, example: str) -> Rule:
 
 def exclusive(key: str, other: str) -> Rule:
     """Return the rule of two keys of which only one may be set."""
-    return Rule(key, f"and {{at}}{other} exclude each other", "use one of them alone", other)
+    return Rule(key, f"and {{at}}{other} exclude each other", "set only one of them", other)
 
 
 def read_with(

@@ -142,7 +142,7 @@ def from_outside(
 
     Args:
         saved: the config, as plain types, with a value of its type for each option.
-        here: the config of the command line alone; a value that is equal in it is allowed.
+        here: only the config of the command line; a value that is equal in it is allowed.
         names: the options to check.
     """
     before, own = (dict(inner_nodes(config)) for config in (saved, here))

@@ -32,7 +32,7 @@ OWN_MODEL = "policy"
 
 @dataclass
 class TeacherConfig(DevicesConfig):
-    """The model that the policy is to become like, there only when policy.teacher_coef is not 0."""
+    """The model whose distribution the policy learns; exists only if policy.teacher_coef is not 0."""
 
     model: str | None = None
     """A folder, or a name on the Hugging Face hub, with @ before a revision; its tokens must be

@@ -47,8 +47,8 @@ class TrainConfig:
     checkpoint_frequency: int = limited(0, ge=0)
     """Steps between two checkpoints; one is always written at the end, and 0 writes only that."""
     export_frequency: int = limited(0, ge=0)
-    """Steps between two exported models (model_000100 and so on, for from_pretrained; with LoRA the
-    adapters alone) next to the checkpoints. 0 writes the model at the end only."""
+    """Steps between two exported models (model_000100 and so on, for from_pretrained; with LoRA
+    only the adapters) next to the checkpoints. 0 writes the model only at the end."""
     keep_checkpoints: str | None = "last:3"
     """Checkpoints to keep when a newer one is written: last:3 keeps the newest three, last:3,best:1
     also the best one by eval/pass@1, of those evaluated at their step (typed with quotes:

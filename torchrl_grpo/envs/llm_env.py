@@ -87,7 +87,7 @@ class LLMEnv(EnvBase):
         reward_pool: scores the task's dialogs in separate processes; None scores them here. Several
             environments may share a pool, and its owner closes it.
         template_arguments: arguments for the chat template, such as ``enable_thinking``.
-        image_encoder: encodes the images of prompts; None for models that read text alone.
+        image_encoder: encodes the images of prompts; None for models that read only text.
         device: device of the tensors that ``reset`` and ``step`` return; None for the CPU.
 
     Raises:

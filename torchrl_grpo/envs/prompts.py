@@ -35,7 +35,7 @@ class Prompts:
     Attributes:
         problems: all problems of the split.
         usable: indices of the problems whose prompts are short enough.
-        image_encoder: encodes the images of problems; None for models that read text alone.
+        image_encoder: encodes the images of problems; None for models that read only text.
 
     Raises:
         ValueError: no problem is left, or the chat template leaves out a part of a prompt, or the
@@ -104,7 +104,7 @@ class Prompts:
             if files:
                 raise ValueError(
                     "model.name must be a vision-language model for prompts with images, but it "
-                    "reads text alone: use a Qwen2.5-VL model, for example."
+                    "reads only text: use a Qwen2.5-VL model, for example."
                 )
             return torch.tensor(ids, dtype=torch.int64)
         return self.image_encoder.expand(ids, files)
@@ -157,7 +157,7 @@ class Prompts:
 
     def of_problem(self, index: int, problem: Problem) -> Tensor | Prompt:
         """Return the prompt of the problem with this index, [T] int64 if it has no images, from a
-        cache if possible. Of the prompts with images, the latest alone is kept.
+        cache if possible. Of the prompts with images, only the latest is kept.
         """
         if index in self._tokens:
             return self._tokens[index]

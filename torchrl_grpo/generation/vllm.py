@@ -256,7 +256,7 @@ def check_parts(config: PretrainedConfig, name: str) -> None:
         raise ValueError(
             f"model.name={name} must be a text-only model with inference_model.backend=vllm, but "
             f"{config.model_type} has other parts too, and vLLM has other names for their weights: "
-            "use a checkpoint of the language model alone, or inference_model.backend=transformers."
+            "use a checkpoint of only the language model, or inference_model.backend=transformers."
         )
 
 
@@ -634,7 +634,7 @@ class VLLMBase(Engine):
             max_tokens=min(params.max_new_tokens, self.max_model_len - prompt_len),
             stop_token_ids=list(params.stop_token_ids),
             extra_args={STOP: list(params.stop.strings)} if params.stop is not None else None,
-            ignore_eos=True,  # stop_token_ids alone decide
+            ignore_eos=True,  # only stop_token_ids decide
             # Of the sampled token, and of those that it was drawn from.
             logprobs=min(params.top_k, vocabulary) if params.return_kept else 0,
             flat_logprobs=True,

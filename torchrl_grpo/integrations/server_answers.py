@@ -69,7 +69,7 @@ class SampleRequest:
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
             "stop_token_ids": list(params.stop_token_ids),
-            "ignore_eos": True,  # stop_token_ids alone decide
+            "ignore_eos": True,  # only stop_token_ids decide
         }
 
 

@@ -1,6 +1,6 @@
 """Reward functions: their arguments, and the interpretation of the result.
 
-A function gets ``FACTS`` and the columns of its row by name, and the columns alone as ``**kwargs``.
+A function gets ``FACTS`` and the columns of its row by name, and only the columns as ``**kwargs``.
 One with the parameters of another library's reward functions is called in their form
 (``integrations/reward_forms.py``).
 """

@@ -149,7 +149,7 @@ class Turn:
             prompt.
         score: score of the dialog; set if it is over, or the policy has no turn left.
         counts: metrics of the turn, which are summed.
-        reward: reward of this turn alone, if the task rewards turns; it is part of the dialog's
+        reward: reward of only this turn, if the task rewards turns; it is part of the dialog's
             reward.
         tools: if the messages are a whole chat, the JSON schemas for the chat template; None uses
             the task's.

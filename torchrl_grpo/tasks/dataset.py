@@ -112,7 +112,7 @@ class DatasetTask(Task):
             of chat messages.
         messages_column: column of whole chats, instead of prompt and completion; the prompt ends
             before the assistant's first turn.
-        prompt_template: the user message, see ``fill_template``; by default the prompt alone.
+        prompt_template: the user message, see ``fill_template``; by default only the prompt.
         system_prompt: the system message, which replaces one in the data.
         field: prefix of the options in messages.
 

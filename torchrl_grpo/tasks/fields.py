@@ -62,7 +62,7 @@ def _format(field: str, row: Mapping[str, Any]) -> str:
         return field.format_map(row)
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(
-            f"must fit the format of {field} in prompt_template ({error}): use the column alone."
+            f"must fit the format of {field} in prompt_template ({error}): use only the column."
         ) from error
 
 

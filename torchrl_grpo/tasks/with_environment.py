@@ -158,7 +158,7 @@ class WithEnvironment(WrappedTask):
 
     Keyword Args:
         rewards: reward functions, which get ``environments``, a list of the dialog's environment.
-        judged: whether the other task alone scores the dialogs.
+        judged: whether only the other task scores the dialogs.
         at_a_time: number of dialogs played concurrently.
 
     Raises:

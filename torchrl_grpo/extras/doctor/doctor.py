@@ -286,7 +286,7 @@ def _scoring(config: GRPOConfig, tasks: Sequence[Task], check: Check) -> None:
     """Score made-up responses to a problem of each data set, before a model loads."""
     [task] = tasks
     if task.is_stateful or not config.scores:
-        check.details = "not tried: the run has no scorer, or an environment or agent"
+        check.details = "not tried: the run has no scorer, or has an environment or agent"
         return
     problems: dict[str, Problem] = {}
     train = task.problems("train")

@@ -1,1 +1,1 @@
-"""What a user may have meant: hints in the errors for mistakes that new users make."""
+"""Hints in errors for mistakes that new users make."""

@@ -11,7 +11,7 @@ _OTHER_NAMES = {
     "prompt": ("question", "query", "problem", "instruction", "input"),
     "completions": ("responses", "outputs", "generations", "predictions"),
 }  # fmt: skip
-"""Our names, and words that others use for the same."""
+"""Our names of arguments, and names that other libraries have for them."""
 _OF_ANSWERS = ("answer", *_OTHER_NAMES["answer"], "result", "correct")
 
 

@@ -1,4 +1,4 @@
-"""The Hugging Face hub without a network: asked for once, then only its cache is used."""
+"""The Hugging Face hub without a network: tried once, then only its cache is used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger("torchrl")  # TorchRL's logger: importing that takes se
 
 
 def check_hub(name: str, kind: str) -> None:
-    """Return if a repository is in the cache, or the hub can be reached to download it.
+    """Check that a repository is in the cache, or that the hub can be reached to download it.
 
     Without a network, the hub's library is put into its offline mode: it would try each file of a
     cached repository again and again.
@@ -28,7 +28,7 @@ def check_hub(name: str, kind: str) -> None:
         kind: ``model`` or ``dataset``.
 
     Raises:
-        ConnectionError: neither.
+        ConnectionError: it is not in the cache, and the hub cannot be reached.
     """
     reason = unreachable()
     if reason is None or (reason == _OFFLINE and kind == "dataset"):  # load_dataset says it

@@ -1,5 +1,5 @@
-"""Hints for ``model.name``: a run, a checkpoint or adapters in place of a model, or a misspelt
-name. Imports no torch, so that they come before it does.
+"""Hints for ``model.name``: a run, a checkpoint or adapters in place of a model, or a misspelled
+name. Imports no torch, so that errors come before that slow import.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ _PLAIN = re.compile(r"[\w./~@%+:-]*")
 
 
 def resume_command(checkpoint: Path, directory: Path) -> str:
-    """Return the whole command that resumes a run, or the override, if there is no such command: in
-    a sweep and outside our scripts.
+    """Return the whole command that resumes a run or, in a sweep and outside our scripts, only the
+    override.
 
     Args:
         checkpoint: the latest checkpoint, the run's own or the one that it resumed from.

@@ -88,7 +88,7 @@ def _option(word: str, following: str) -> str:
         folder = (
             f"--config-dir={shlex.quote(str(path.parent))} " if path.suffix or "/" in value else ""
         )
-        return f"{typed} must say which --config: use {folder}--config-name={path.stem}."
+        return f"{typed} must be --config-name, with the name of a file: use {folder}--config-name={path.stem}."
     name = option.lstrip("-").replace("-", "_")
     if key := _known(name):
         is_flag = key in FIELDS and isinstance(FIELDS[key].default, bool)

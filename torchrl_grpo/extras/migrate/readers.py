@@ -23,9 +23,9 @@ _OTHERS = {
     "slime": r"--rollout-batch-size|--actor-num-gpus-per-node",
 }
 """Patterns that identify files of unsupported libraries, by library."""
-_MOST_VALUES = 100_000
+_MAX_VALUES = 100_000
 """Largest number of values in a file, counting those of an alias each time."""
-_DEEPEST = 100
+_MAX_DEPTH = 100
 """Largest number of tables and lists around a value."""
 _LONGEST = 10_000
 """Largest number of characters in which references are resolved."""
@@ -142,23 +142,23 @@ def _parse(suffix: str, text: str) -> Any:
 
 
 def _check_size(data: Any) -> None:
-    """Refuse values that are too many, as those of nested aliases, or nested too deeply, as in
-    themselves.
+    """Refuse data with too many values, as nested aliases have, or nested too deeply, such as an
+    alias of itself.
 
     Raises:
-        ValueError: they are.
+        ValueError: there are too many values or levels.
     """
     waiting = [(data, 0)]
-    for _ in range(_MOST_VALUES):
+    for _ in range(_MAX_VALUES):
         if not waiting:
             return
         node, depth = waiting.pop()
-        if depth > _DEEPEST:
-            raise ValueError(f"a value is inside more than {_DEEPEST} tables and lists")
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"a value is inside more than {_MAX_DEPTH} tables and lists")
         inner = node.values() if isinstance(node, Mapping) else node
         if isinstance(node, Mapping | list | tuple):
             waiting += [(value, depth + 1) for value in inner]
-    raise ValueError(f"it has more than {_MOST_VALUES:,} values, counting each alias")
+    raise ValueError(f"it has more than {_MAX_VALUES:,} values, counting each alias")
 
 
 def _flat(node: Mapping[Any, Any], name: str = "") -> dict[str, Any]:

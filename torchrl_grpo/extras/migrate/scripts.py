@@ -89,7 +89,7 @@ def read_python(text: str) -> dict[str, Any]:
     return {**_data(script, trainer.get("train_dataset")), **settings}
 
 
-_MOST_VALUES = 100_000
+_MAX_VALUES = 100_000
 """Largest number of expressions to evaluate, counting those of a name each time."""
 _TRAINERS = {
     "GRPO": ("model", "reward_funcs", "args", "train_dataset"),
@@ -179,9 +179,9 @@ class _Script:
     def value(self, node: ast.expr) -> Any:
         """Evaluate an expression of literals, names of constants and arithmetic on numbers."""
         self._evaluated += 1
-        if self._evaluated > _MOST_VALUES:
+        if self._evaluated > _MAX_VALUES:
             raise ValueError(
-                f"it has more than {_MOST_VALUES:,} values, counting each use of a name"
+                f"it has more than {_MAX_VALUES:,} values, counting each use of a name"
             )
         source = self.source(node)
         if isinstance(source, ast.BinOp) and type(source.op) in _ARITHMETIC:

@@ -88,7 +88,7 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
                 if applied and (difference := _difference(row, value, table, values)):
                     result.differs[key] = difference
             else:
-                result.ignored.setdefault("read with other settings alone", []).append(key)
+                result.ignored.setdefault("read only with other settings", []).append(key)
     differs, lacks, unset = (
         result.differs.setdefault,
         result.lacks.setdefault,

@@ -194,7 +194,7 @@ def code(
         seconds: CPU time limit of each test. After two that exceed it, the remaining tests count as
             failed.
         memory_mib: address space of each of the program's processes, in MiB; at least 64.
-        sandbox: ``"strict"`` refuses to run programs with resource limits alone.
+        sandbox: ``"strict"`` refuses to run programs with only resource limits.
 
     Raises:
         ValueError: there are no tests, or an option is invalid.

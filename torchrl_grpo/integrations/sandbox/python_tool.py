@@ -16,7 +16,7 @@ class Python:
     """Tool of one dialog: an environment whose method runs code.
 
     Args:
-        sandbox: ``"strict"`` refuses to run code with limits alone.
+        sandbox: ``"strict"`` refuses to run code with only limits.
 
     Raises:
         RuntimeError: ``sandbox="strict"``, but this machine has no sandbox.

@@ -524,7 +524,7 @@ def clip_cov_tokens(
     Args:
         log_prob: [S], of the policy at the start of the batch's training.
         advantage: [S].
-        share: of the tokens, how many are left out at most; at least one is. They are drawn with a
+        share: maximum share of the tokens that are left out, at least one token. They are drawn with a
             fixed seed, so that all ranks and a resumed run draw the same.
         bounds: lowest and highest covariance, both exclusive.
 
@@ -535,8 +535,8 @@ def clip_cov_tokens(
     inside = (covariance > bounds[0]) & (covariance < bounds[1])
     candidates = inside.nonzero().flatten()
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(0))
-    most = max(1, int(share * len(log_prob)))
-    drawn = candidates[order[:most].to(candidates.device)]
+    count = max(1, int(share * len(log_prob)))
+    drawn = candidates[order[:count].to(candidates.device)]
     return torch.zeros_like(inside).index_fill(0, drawn, True)
 
 
@@ -552,7 +552,7 @@ def kl_cov_tokens(log_prob: Tensor, advantage: Tensor, share: float) -> Tensor:
 
 
 def _covariance(log_prob: Tensor, advantage: Tensor) -> Tensor:
-    """[S], the contribution of each token to the covariance of log-prob and advantage."""
+    """Return the contribution of each token to the covariance of log-prob and advantage, [S]."""
     advantage = advantage.to(log_prob.dtype)
     return (advantage - advantage.mean()) * (log_prob - log_prob.mean())
 
@@ -655,8 +655,8 @@ def behaviour_weight(
 
 
 def bounded_weight(log_ratio: Tensor, bound: WeightBound, cap: float, floor: float = 0.0) -> Tensor:
-    """Exponentials of log-ratios of any shape: ``truncate`` clamps them to ``floor`` and ``cap``,
-    ``mask`` sets those outside to 0, ``none`` is weight 1 everywhere.
+    """Return the exponentials of log-ratios of any shape: ``truncate`` clamps them to ``floor`` and
+    ``cap``, ``mask`` sets those outside to 0, ``none`` is weight 1 everywhere.
     """
     if bound == "none":
         return torch.ones_like(log_ratio)
@@ -714,7 +714,7 @@ class Mismatch(NamedTuple):
         return (self.trainer - self.sample).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def mean(self, values: Tensor) -> Tensor:
-        """[S], the mean over the tokens of each sequence, for each of them."""
+        """Return the mean over the tokens of each sequence, for each of its tokens, [S]."""
         return self.rows.spread(self.rows.mean(values))
 
 

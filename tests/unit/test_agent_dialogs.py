@@ -483,7 +483,7 @@ def test_a_chat_that_no_template_can_take_costs_its_own_dialog(starter):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, 1])
-def test_an_agent_s_message_that_the_template_drops_costs_its_own_dialog(starter, turn):
+def test_a_message_that_the_template_drops_costs_only_its_agents_dialog(starter, turn):
     started = count()
     without = AutoTokenizer.from_pretrained(starter_path())
     without.chat_template = (

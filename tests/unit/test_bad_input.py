@@ -127,17 +127,17 @@ def said_to(*settings: tuple[str, Any]) -> str:
     return str(refused.value)
 
 
-MISSPELT = [
+MISSPELLED = [
     name[:-1] + ("x" if name[-1] != "x" else "y") for name in FIELDS if name not in COMPONENTS
 ]
 
 
 @pytest.mark.slow
-def test_every_misspelt_key_is_named_with_the_one_that_is_meant() -> None:
-    messages = {name: said_to((name, 1)) for name in MISSPELT}
+def test_every_misspelled_key_is_named_with_the_right_one() -> None:
+    messages = {name: said_to((name, 1)) for name in MISSPELLED}
     assert [
         name
-        for name in MISSPELT
+        for name in MISSPELLED
         if "names a config key that does not exist: " not in messages[name]
     ] == []
     # The few others have no other key with letters like theirs.
@@ -268,4 +268,4 @@ def test_a_part_that_a_template_drops_is_refused_before_a_run(
 
 
 def test_over_800_bad_inputs_are_tried() -> None:
-    assert len(VALUES) + len(MISSPELT) + len(PAIRS) + len(LARGE) > 800
+    assert len(VALUES) + len(MISSPELLED) + len(PAIRS) + len(LARGE) > 800

@@ -324,7 +324,7 @@ def test_a_policy_may_be_part_of_a_sequence(tokenizer):
     assert policy.engine.policy_version == 2
 
 
-def test_what_is_no_policy_or_engine_is_named_with_what_to_use(tokenizer, tiny_model):
+def test_a_wrong_policy_or_engine_is_refused_with_what_to_use(tokenizer, tiny_model):
     env = LLMEnv(EchoTask(), tokenizer, num_envs=4, repeats=2)
     for part in (tiny_model, "model", TensorDictSequential(before_nothing())):
         with pytest.raises(ValueError, match=f"policy={type(part).__name__}.*GenerationPolicy"):

@@ -185,7 +185,7 @@ def test_the_config_refuses_what_an_engine_cannot_do(
     ("refuses", "message"),
     [("machine", "server: no machine, on_cpu=True"), ("model", "server: no .* in float32")],
 )
-def test_what_an_engine_refuses_comes_before_weights_load(
+def test_an_engine_refuses_settings_before_weights_load(
     server: str, refuses: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Server, "refuses", refuses)

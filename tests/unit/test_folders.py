@@ -85,7 +85,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_a_live_run_is_not_gone_on_with_by_another_start(tmp_path: Path) -> None:
+def test_another_start_does_not_continue_a_live_run(tmp_path: Path) -> None:
     """The second run once renamed the first one's checkpoints and truncated its metrics."""
     config = compose_config(*SMALL, steps(3), "train.checkpoint_frequency=1")
     with closing(build(config, tmp_path)) as live:

@@ -116,7 +116,7 @@ def test_the_size_of_a_png_file_is_read_without_its_pixels() -> None:
     assert ImageFile(broken_pictures()["no pixels"]).size == (64, 48)
 
 
-def test_any_error_of_pillow_is_a_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_error_of_pillow_becomes_a_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> None:
         raise KeyError("a tag")
 

@@ -48,7 +48,7 @@ def test_an_unreachable_model_is_one_clear_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["models/llamma", "lama"])
-def test_a_misspelt_folder_is_named_before_the_hub(
+def test_a_misspelled_folder_is_named_before_the_hub(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in ("models/llama", "models/other", "llama"):
@@ -485,7 +485,7 @@ def test_a_name_like_one_in_the_cache_is_suggested(
             loading.load_config(name)
 
 
-def test_a_hub_out_of_reach_is_asked_once_and_then_only_its_cache(
+def test_an_unreachable_hub_is_tried_once_and_then_only_its_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A port of this machine that nobody listens to stands in for a machine without a network."""

@@ -139,7 +139,7 @@ def test_loss_and_gradients_of_the_users_ranks_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("kind", MESHES)
-def test_the_trainer_trains_the_users_own_shards_like_one_process(
+def test_the_trainer_trains_a_users_shards_like_one_process(
     ranks: list[dict[str, Any]], kind: str
 ) -> None:
     expected = trained(make_model())
@@ -148,12 +148,12 @@ def test_the_trainer_trains_the_users_own_shards_like_one_process(
         assert rank[f"ranks of {kind}"] == (2, 2 if kind == "copies" else 1)
 
 
-def test_ranks_of_the_users_own_shards_score_a_batch_together(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_of_a_users_shards_score_a_batch_together(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert_equal(rank["scored"], scored(make_model()))
 
 
-def test_what_cannot_be_trained_names_the_fix(ranks: list[dict[str, Any]]) -> None:
+def test_a_model_that_cannot_be_trained_names_the_fix(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert "lm_head" in rank["head"] and "fully_shard" in rank["head"]
         assert "DistributedDataParallel" in rank["trainer"] and "fully_shard" in rank["trainer"]

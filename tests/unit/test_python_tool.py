@@ -103,7 +103,9 @@ def is_running(pid: bytes) -> bool:
 
 
 @in_namespaces
-def test_nothing_of_it_is_left_on_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_sandbox_leaves_nothing_on_the_disk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with closing(Session()) as session:
         flood = "import os\nfor _ in range(100): os.write(2, b'x' * 2**20)\n'written'"
@@ -112,7 +114,7 @@ def test_nothing_of_it_is_left_on_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @in_namespaces
-def test_it_ends_with_the_process_that_started_it() -> None:
+def test_a_sandbox_ends_with_the_process_that_started_it() -> None:
     """Even if that process is killed, but not with the thread that asked for it."""
     code = """
 import os, threading

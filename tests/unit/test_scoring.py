@@ -263,7 +263,7 @@ def test_large_chunks_of_the_vocabulary_begin_at_aligned_addresses(rows: int) ->
     assert [part.start for part in chunks] == list(range(0, 151_936, width))
 
 
-def test_what_is_no_language_model_is_named_with_what_to_use(tiny_model) -> None:
+def test_a_model_of_another_kind_is_refused_with_what_to_use(tiny_model) -> None:
     for part in (torch.nn.Linear(2, 2), TokenScorer(tiny_model), tiny_model.model):
         with pytest.raises(ValueError, match=f"model={type(part).__name__}.*AutoModelForCausalLM"):
             TokenScorer(part)

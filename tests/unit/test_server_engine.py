@@ -306,7 +306,7 @@ def test_a_short_context_is_refused(stub: SGLangStub) -> None:
         prepare(compose_config(*served(stub.address)), [])
 
 
-def test_a_context_in_which_rope_is_another_is_refused(stub: SGLangStub) -> None:
+def test_a_server_whose_rope_depends_on_its_context_is_refused(stub: SGLangStub) -> None:
     factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 300}
     model = str({"rope_parameters": {**rope, **factors}}).replace("'", "")

@@ -87,16 +87,16 @@ class ImageFile:
         (width, height), orientation = self._read(lambda image: (image.size, _orientation(image)))
         return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
 
-    def check_size(self, most: int) -> None:
-        """Refuse an image of more than ``most`` pixels, without decoding it.
+    def check_size(self, max_pixels: int) -> None:
+        """Refuse an image of more than ``max_pixels`` pixels, without decoding it.
 
         Raises:
             ValueError: it has more, or the file is not an image.
         """
         width, height = self.size
-        if width * height > most:
+        if width * height > max_pixels:
             raise ValueError(
-                f"{self.origin} must have at most env.max_image_pixels={most} pixels, but it has "
+                f"{self.origin} must have at most env.max_image_pixels={max_pixels} pixels, but it has "
                 f"{width} x {height}: make it smaller, or raise the limit."
             )
 

@@ -117,8 +117,8 @@ class Dialog:
 
     @property
     def speech(self) -> str:
-        """The latest turn with its special tokens, in which calls are found: its thoughts are
-        blank.
+        """The latest turn with its special tokens and blanks in place of its thoughts, to search
+        for tool calls.
         """
         return without_thoughts(self.raw, self.prefill)
 

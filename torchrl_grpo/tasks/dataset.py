@@ -70,7 +70,7 @@ class Rows(ProblemSequence):
         return starmap(self._make, enumerate(self._table))
 
     def _make(self, index: int, row: Row) -> Problem:
-        """Return the problem of a row, with images that know it."""
+        """Return the problem of a row, with images whose errors name the row."""
         problem = self._task.make_problem(row)
         origin = f"an image of {self._table.where(index)}"
         images = (replace(image, origin=origin) for image in problem.images)

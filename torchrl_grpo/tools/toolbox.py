@@ -26,7 +26,7 @@ _THOUGHT = re.compile(
     r"|(?:<think>|\[THINK\]).*?(?:</think>|\[/THINK\]|\Z)",
     re.S,
 )
-"""Calls, as the group, in which a thought is text, or a thought."""
+"""A thought, or a call as the group, in which a thought is text."""
 _OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -62,7 +62,7 @@ def prefill_of(prompt: str) -> str:
 
 def without_thoughts(text: str, prefill: str = "") -> str:
     """Return the policy's turn with spaces in place of its thoughts, in which a call is a draft. A
-    thought in a call's arguments stays, and one without an end goes on to the end of the turn.
+    thought in a call's arguments stays, and one without an end lasts to the end of the turn.
 
     Args:
         text: the turn.
@@ -169,7 +169,7 @@ class Toolbox:
         self._parser = parser
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Return the calls in the policy's text; one error stands for those beyond a limit."""
+        """Return the calls in the policy's text, with one error for all beyond the limit."""
         calls = list(self._parser(text))
         if len(calls) > _MAX_CALLS:
             error = f"a turn may have {_MAX_CALLS} calls, so the others were not run"

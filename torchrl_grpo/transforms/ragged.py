@@ -23,7 +23,7 @@ def flatten(batch: TensorDictBase) -> TensorDictBase:
 
 
 def is_written(transform: Transform, batch: TensorDictBase, *names: NestedKey) -> bool:
-    """Return whether a replay buffer samples what this transform of its wrote when it was extended.
+    """Return whether a replay buffer samples entries that this transform wrote when data was added.
     A buffer puts its transforms into eval mode; a direct call computes again.
     """
     return not transform.training and all(has(batch, name) for name in names)

@@ -142,8 +142,8 @@ class RewardShaping(Transform):
         self.kl_estimator = kl_estimator
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Shape the rewards of a batch in place; in a replay buffer, unless it already has both
-        entries.
+        """Shape the rewards of a batch in place. In a replay buffer, a batch that already has both
+        entries is left unchanged.
         """
         if is_written(self, tensordict, *self.out_keys):
             return tensordict

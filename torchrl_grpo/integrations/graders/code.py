@@ -280,7 +280,7 @@ def judging(limits: Limits, **program: Any) -> Iterator[Callable[[Any], dict[str
             before = _times(process.pid)
             end: dict[str, Any] = process.ask(test, longest)
             while end["end"] == "late":
-                late = _whose_fault(before, _times(process.pid), end["wall_s"], limits.seconds)
+                late = _reason_to_end(before, _times(process.pid), end["wall_s"], limits.seconds)
                 end = process.ask(late, longest)
             return end
 
@@ -302,7 +302,7 @@ def _times(pid: int) -> dict[str, tuple[float, float]]:
     return times
 
 
-def _whose_fault(
+def _reason_to_end(
     before: Mapping[str, tuple[float, float]],
     now: Mapping[str, tuple[float, float]],
     wall_s: float,

@@ -27,7 +27,7 @@ that holds only `Score: ` and the number."""
 _PLACEHOLDER = re.compile(r"\{(prompt|response|answer|low|high)\}")
 _NUMBER = r"[-+\u2212\u2013]?(?:[0-9]{1,9}(?:\.[0-9]{1,9}|,[0-9]{1,2})?|\.[0-9]{1,9})(?:e[-+]?[0-9]{1,2})?"
 _SPACE = r"[\s*_`\"'()\[\]{}]{0,6}"
-# Brackets may say the scale: "Score (0-10): 7".
+# Brackets may contain the scale: "Score (0-10): 7".
 _LABEL = re.compile(
     rf"\bscore{_SPACE}(?:\([^()\n]{{1,80}}\)|\[[^\[\]\n]{{1,80}}\])?{_SPACE}[:=\uff1a]{_SPACE}(?=[^\s\w]?\.?[0-9])",
     re.I,
@@ -35,7 +35,7 @@ _LABEL = re.compile(
 _RATING = re.compile(
     rf"({_NUMBER})[*_`]*(?:\s*(?:/|out of)\s*([0-9]{{1,9}}(?:\.[0-9]+)?))?(.{{0,20}})", re.I
 )
-# What makes the number a part of another one, or of a range or a choice.
+# Text after the number that makes it a part of another one, or of a range or a choice.
 _CONTINUED = re.compile(
     r"[a-z]|[.,]?[0-9]| *%| *(?:[-+*/^\u2013\u2212\u00d7,;~]|or\b|to\b|and\b)? *[-+]?\.?[0-9]", re.I
 )
@@ -71,7 +71,7 @@ async def judge(
         url: URL of the endpoint, such as ``http://localhost:8000/v1``.
         model: name of the judge at the endpoint.
         template: the judge's prompt, with ``{prompt}``, ``{response}``, ``{answer}``, ``{low}`` and
-            ``{high}``. The last ``Score: number`` of its reply is read, also as ``Score (0-10):
+            ``{high}``. The last ``Score: number`` of its reply is read, in forms such as ``Score (0-10):
             7`` or ``Score = 7/10``, or a reply that is only a number.
         scale: lowest and highest rating.
         concurrency: maximum number of concurrent requests of each process.
@@ -111,8 +111,8 @@ async def judge(
 
 
 def read_rating(reply: str, high: float = 10) -> float | None:
-    """Return the rating in a judge's reply; None if there is none, or the last one is only a part
-    of what is written (``7-8``, ``7 or 8``, ``1e5x``).
+    """Return the rating in a judge's reply; None if it has none, or its last number is only a part
+    of an expression (``7-8``, ``7 or 8``, ``1e5x``).
 
     Args:
         reply: the reply.

@@ -35,7 +35,7 @@ CPU_LIMIT_S = 3.0
 MAX_MEMORY_BYTES = 2 * 1024**3
 """Address space of the comparing process, in bytes."""
 
-_MOST = 9999  # digits of a number that is compared exactly, about
+_MAX_DIGITS = 9999  # of a number that is compared exactly, approximately
 _READ = 2000  # characters at the end of a response
 _MAX_ATTEMPTS = 2  # if the process ends for other reasons than its time limit
 _MAX_WAIT_S = 300.0  # for a process that gets no CPU time
@@ -84,7 +84,7 @@ _CONTINUED = re.compile(
     r"[.,]?[0-9]|[kKMBTxyzn](?![^\W_])|e[-+]?[0-9]|\s*[\^*+\u221a]"
     r"|\s*(?:[-\u2013/:]|to\b|or\b|and\b)\s*[0-9]| +[0-9]"
 )
-"""What makes a number in plain text a part of another number or of an expression."""
+"""Text after a number that makes it a part of another number or of an expression."""
 _UNIT = re.compile(
     r"(?:\\(?:text|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\s*(?:[cdkm]?m|ft|in|yd|mi|k?g|mph|min|s|h)\s*)"
     r"(?:\^\{?[23]\}?)?"
@@ -358,17 +358,21 @@ def _exact(value: Any) -> Fraction | None:
         return reduce(operator.mul, terms)
     base = terms[0]
     if isinstance(value, sympy.factorial):
-        is_small = base.denominator == 1 and 0 <= base <= _MOST
+        is_small = base.denominator == 1 and 0 <= base <= _MAX_DIGITS
         return Fraction(factorial(base.numerator)) if is_small else None
     exponent = terms[1]
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-    if exponent.denominator > 1 or bits * abs(exponent) > 8 * _MOST or (not base and exponent < 0):
+    if (
+        exponent.denominator > 1
+        or bits * abs(exponent) > 8 * _MAX_DIGITS
+        or (not base and exponent < 0)
+    ):
         return None
     return base**exponent.numerator
 
 
 def _is_rounded(decimal: Fraction, value: Fraction) -> bool:
-    """Return whether the first is the other one, rounded to six or more decimal places."""
+    """Return whether a decimal is a value that was rounded to six or more decimal places."""
     places = next((n for n in range(6, 20) if decimal * 10**n % 1 == 0), None)
     if places is None or abs(decimal) * 10**places < 1000:
         return False

@@ -203,7 +203,7 @@ class Process:
 
 @cache
 def _starter(pid: int) -> ThreadPoolExecutor:
-    """Return this process's thread that starts sandboxes, which the kernel ends with it."""
+    """Return the executor whose one thread starts sandboxes: the kernel ends them with it."""
     return ThreadPoolExecutor(1, "sandboxes")
 
 

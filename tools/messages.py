@@ -1,7 +1,7 @@
 """Record what a run says before it loads weights, and compare it with another commit's.
 
 A refactoring must not change a word. This records the message of each bad input below, the tables of
-each device plan on pretended GPUs, and every rule of the config. ``tools/golden.py`` records runs,
+each device plan on simulated GPUs, and every rule of the config. ``tools/golden.py`` records runs,
 and the messages that need only the config.
 
     python tools/messages.py /tmp/before.json            # at one commit: about a minute of CPU time

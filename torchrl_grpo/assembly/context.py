@@ -65,7 +65,7 @@ class EvaluationEnvs(NamedTuple):
 
 @dataclass
 class Context:
-    """What is known of a run before its weights load. Each fact is computed on first access and kept.
+    """Facts about a run that are known before its weights load, each computed on first access.
 
     ``prepare`` computes them in the order in which problems are to be reported. Actors get the
     driver's context with its facts, so that all processes draw the same problems and only the

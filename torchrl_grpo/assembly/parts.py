@@ -206,7 +206,7 @@ def make_sampler(
     config = context.config
     say(f"starting the engine: {config.inference_model.backend}")
     geometry = context.geometry
-    # Of the engines that can, those of roles in separate processes take concurrent calls.
+    # A task, an update and an evaluation may then be calls at the same time.
     concurrent = context.distributed and not context.turns
     engine = make_engine(context, device or own_device(), concurrent=concurrent, number=number)
     policy = GenerationPolicy(engine, context.params, rescore=_rescorer(config, engine))

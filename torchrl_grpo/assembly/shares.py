@@ -192,7 +192,7 @@ def _teacher_share(context: Context, shape: Shape) -> Share:
 
 
 def _format_devices(groups: Sequence[Sequence[torch.device]]) -> str:
-    """Format devices as ``cuda:0, cuda:1``, those of a tensor-parallel engine as ``cuda:0+cuda:1``,
+    """Format devices as ``cuda:0, cuda:1``, a tensor-parallel engine's as ``cuda:0+cuda:1``,
     and CPU processes as ``3 x cpu``.
     """
     names = ["+".join(map(str, group)) for group in groups]

@@ -373,7 +373,7 @@ class RolloutCollector(BaseCollector):
 
         Args:
             policy_or_weights: weights in any form that ``GenerationPolicy.update_weights`` takes;
-                without any, those of the model of ``GenerationPolicy.register_model``.
+                without any, the weights of the model of ``GenerationPolicy.register_model``.
             version: the engine's new ``policy_version``; by default the next one.
             weights: the same as ``policy_or_weights``.
             policy: the same as ``policy_or_weights``.

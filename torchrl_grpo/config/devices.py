@@ -19,7 +19,7 @@ class DevicesConfig:
     automatically. If training and other roles both have all, they take turns on the same devices.
     """
     devices: list[int] | None = None
-    """Accelerators by index, instead of num_devices. Roles that share those of training take turns.
+    """Accelerators by index, instead of num_devices. Roles that share training's devices take turns.
     """
 
 

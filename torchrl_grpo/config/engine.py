@@ -48,7 +48,7 @@ class InferenceModelConfig(DevicesConfig):
     """transformers, vllm: sample from this many most likely tokens; 0 uses all. Their ids come with
     each sampled token, and the trainer scores the distribution over them."""
     top_p: float = limited(1.0, gt=0, le=1)
-    """With top_k: sample from those of them that hold this share of their probability; 1 uses all.
+    """With top_k: sample from the likeliest of them that hold this share of their probability; 1 uses all.
     """
     min_p: float = limited(0.0, ge=0, lt=1)
     """With top_k: sample from tokens with at least this share of the most likely one's probability.

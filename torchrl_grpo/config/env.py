@@ -66,7 +66,7 @@ class EnvConfig(DataConfig):
     """sampling=pass_rate: lowest probability with which an epoch draws a problem, in (0, 1]."""
     curriculum: float | None = limited(None, gt=0, le=1)
     """Share of the latest 128 responses that must be correct before problems of the next level are
-    drawn, in (0, 1]; the level is the column level, or that of dataset_options.levels. null draws
+    drawn, in (0, 1]; levels come from the column level or from dataset_options.levels. null draws
     all levels."""
     max_turns: int = limited(1, ge=1)
     """Maximum number of the policy's turns in one dialog, at least 1. More than 1 needs tools,
@@ -80,7 +80,7 @@ class EnvConfig(DataConfig):
     the dialog's variables. They run in reward workers, at least one of which is then started."""
     tool_parser: str | None = None
     """tools, agent: a function of yours that finds the calls in a text, as file.py:function; null
-    parses those of Qwen and Hermes, Llama 3 and Mistral."""
+    parses the formats of Qwen and Hermes, Llama 3 and Mistral."""
     agent: str | None = None
     """Who plays the problems with an OpenAI client: file.py:function or package.module:function of
     an async def play(client, problem), or a command line such as "python solve.py"

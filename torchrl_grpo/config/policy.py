@@ -13,7 +13,7 @@ from torchrl_grpo.config.rule import Rule, is_set, read_with
 
 @dataclass
 class PolicyConfig:
-    """The objective; ``algo=NAME`` sets it to that of a published algorithm."""
+    """The objective; ``algo=NAME`` selects a published algorithm's."""
 
     loss: dict[str, Any] = field(
         default_factory=lambda: {"_target_": "torchrl_grpo.objectives.GRPOLoss"}
@@ -45,7 +45,7 @@ class PolicyConfig:
     """
     turn_credit: str = choice(checks.TurnCredit, "sum")
     """Credit of each turn of a dialog: the reward of the dialog (sum), or the rewards from that
-    turn on, compared with those of the same turn in the group (per_turn, docs/algorithms.md)."""
+    turn on, compared with the same turn's in the group (per_turn, docs/algorithms.md)."""
     gae_gamma: float = limited(1.0, gt=0, le=1)
     """advantage_level=token, turn_credit=per_turn: discount of later rewards, in (0, 1]."""
     gae_lambda: float = limited(1.0, ge=0, le=1)

@@ -339,8 +339,8 @@ RULES = (
         Rule("policy.sft_coef", f"must be left out with {{{key}=}}, {why}", "leave one out", key)
         for key, why in (
             ("policy.demonstrations", "algo=sft trains only on demonstrations"),
-            ("env.agent", "whose prompts are not those of the rows"),
-            ("env.environment", "whose prompts are not those of the rows"),
+            ("env.agent", "whose prompts are not the rows'"),
+            ("env.environment", "whose prompts are not the rows'"),
         )
     ),
     *(

@@ -36,9 +36,9 @@ class TeacherConfig(DevicesConfig):
 
     model: str | None = None
     """A folder, or a name on the Hugging Face hub, with @ before a revision; its tokens must be
-    those of model.name. policy is the trained model itself. null for no teacher."""
+    the same as model.name's. policy is the trained model itself. null for no teacher."""
     weights: str = choice(checks.TeacherWeights, "live")
-    """teacher.model=policy: its weights at the start of each step (live), those of model.name
+    """teacher.model=policy: its weights at the start of each step (live), model.name's weights
     (frozen), or their exponential moving average (ema). With live and ema the training ranks
     score."""
     decay: float = limited(0.99, ge=0, lt=1)
@@ -47,7 +47,7 @@ class TeacherConfig(DevicesConfig):
     """URLs of servers of that model, such as [http://localhost:8000], which score in place of a
     copy of this run's. VLLM_API_KEY may hold their key."""
     dtype: str = choice(checks.Dtype, "float32")
-    """Type of the weights; those of servers, and of the policy itself, have their own."""
+    """Type of the weights; servers, and the policy itself, have their own."""
     prompt: str | None = None
     """Prompt that it reads in place of the policy's, by a function as file.py:function that returns
     messages, or one that shows the reference solution (solution), a correct response of the group

@@ -19,8 +19,8 @@ class TrainConfig:
     many turns it has. 0 only evaluates; with resume it evaluates that checkpoint."""
     total_epochs: int | None = limited(None, ge=1)
     """Passes over the training problems, in place of total_dialog_turns: env.repeats trajectories of
-    each problem that is not too long, rounded up to whole batches. What difficulty_filter skips
-    counts too."""
+    each problem that is not too long, rounded up to whole batches. Problems that difficulty_filter
+    skips count too."""
     total_steps: int | None = limited(None, ge=1)
     """Steps to train, in place of total_dialog_turns: batches of dialog_turns_per_batch."""
     dialog_turns_per_batch: int | None = limited(None, ge=2, le=2**20)

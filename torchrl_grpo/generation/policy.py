@@ -225,8 +225,8 @@ class GenerationPolicy(TensorDictModuleBase):
         return tensordict
 
     def register_model(self, model: nn.Module) -> None:
-        """Set the model whose weights an update without weights brings to the engine, such as that of
-        TorchRL's ``Trainer`` when it resumes. The model is not kept alive.
+        """Set the model whose weights an update without weights brings to the engine, such as the
+        update that TorchRL's ``Trainer`` makes when it resumes. The model is not kept alive.
         """
         self._source = ref(model)
 
@@ -236,8 +236,8 @@ class GenerationPolicy(TensorDictModuleBase):
         Args:
             weights: a ``WeightHandle``; a model or a module that contains one (``TokenScorer``, a
                 wrapper, a loss), ``TensorDict.from_module`` of either, a state dict, or pairs (name
-                in the Hugging Face checkpoint, tensor), every parameter once. None for those of the
-                model of ``register_model``; without one, an engine of version 0 keeps the weights
+                in the Hugging Face checkpoint, tensor), every parameter once. None takes the
+                weights of the model of ``register_model``; without one, an engine of version 0 keeps the weights
                 that it was made with.
             version: the engine's new ``policy_version``; by default the current one plus 1.
 

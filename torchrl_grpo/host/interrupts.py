@@ -3,8 +3,8 @@ interrupted; a second one ends the process at once. Also lost standard streams: 
 without its output.
 
 Each signal raises ``KeyboardInterrupt``, which no code that isolates a user's functions catches,
-unlike ``SystemExit``, which such a function may raise. What a function swallows itself is raised
-again after it (``delivered``).
+unlike ``SystemExit``, which such a function may raise. A signal that such a function swallows is
+raised again after it (``delivered``).
 
 Python calls signal handlers in the main thread, between any two of its instructions. Only that
 thread may use this module. Saving, and writing the lines of one step to ``metrics.jsonl`` and

@@ -132,7 +132,9 @@ def _orientation(image: Any) -> Any:
 
     with suppress(Exception):  # broken Exif data turn nothing
         if image.format != "TIFF":  # Pillow turns these itself
-            return Image.Image.getexif(image).get(_ORIENTATION)  # that of PNG files decodes them
+            return Image.Image.getexif(image).get(
+                _ORIENTATION
+            )  # a method of PNG files would decode them
     return None
 
 

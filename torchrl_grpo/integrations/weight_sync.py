@@ -81,7 +81,7 @@ class EngineWeightSyncScheme(MultiProcessWeightSyncScheme):
 
         Args:
             weights: weights in any form that ``GenerationPolicy.update_weights`` takes; without any,
-                those of ``register_model``.
+                the weights of the model of ``register_model``.
             worker_ids: workers whose engines get the weights; None for all.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What plays, scores and trains the tasks of a run, in this thread or as Ray actors, and where.
+"""Components that play, score and train the tasks of a run, in this thread or as Ray actors.
 
 Ray is imported only when it is used, so the package works without it. In an actor's process this
 package is imported first, and imports the parts of roles as quickly as the driver did.

@@ -33,7 +33,7 @@ class RoleRequest:
     Attributes:
         num_devices: number of devices, or all that the others leave; None leaves it open.
         devices: indices of accelerators, instead of a number.
-        group: devices that belong together, such as those of an engine.
+        group: devices that belong together, such as an engine's.
         servers: number of servers that the role runs on, without devices of its own.
     """
 

@@ -214,7 +214,7 @@ class KLScoring(Transform):
         return self._split(rows, scores, None if ragged else tokens.shape[-1])
 
     def _split(self, rows: Rows, scores: Tensor, width: int | None) -> list[Tensor]:
-        """Return the scores [S, ...] of each sequence; ``width`` is that of a padded batch."""
+        """Return the scores [S, ...] of each sequence; ``width`` is the width of a padded batch."""
         return rows.of_each(scores) if width is None else list(rows.padded(scores, width))
 
     def _score_wrappers(self, batch: TensorDictBase) -> list[Tensor]:

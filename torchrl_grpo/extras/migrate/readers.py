@@ -24,7 +24,7 @@ _OTHERS = {
 }
 """Patterns that identify files of unsupported libraries, by library."""
 _MAX_VALUES = 100_000
-"""Largest number of values in a file, counting those of an alias each time."""
+"""Largest number of values in a file, counting an alias's values each time."""
 _MAX_DEPTH = 100
 """Largest number of tables and lists around a value."""
 _LONGEST = 10_000

@@ -90,7 +90,7 @@ def read_python(text: str) -> dict[str, Any]:
 
 
 _MAX_VALUES = 100_000
-"""Largest number of expressions to evaluate, counting those of a name each time."""
+"""Largest number of expressions to evaluate, counting a name's each time."""
 _TRAINERS = {
     "GRPO": ("model", "reward_funcs", "args", "train_dataset"),
     "AsyncGRPO": ("model", "reward_funcs", "args", "train_dataset"),

@@ -102,8 +102,8 @@ IFEVAL = "error: env.dataset=ifeval without env.dataset_path must reach google/I
             "error: train_model.devices=[0, 1] must be accelerators of this machine",
         ),
         (["train.max_staleness=1"], "error: train.max_staleness=1 must be 0 in grpo.py"),
-        (["--config-name", "grpo_ifeval"], IFEVAL),
-        (["env.dataset=ifeval"], IFEVAL),
+        (["--config-name", "grpo_ifeval", "model.name=starter"], IFEVAL),
+        (["env.dataset=ifeval", "model.name=starter"], IFEVAL),
     ],
 )
 def test_an_error_of_the_plan_is_one_line_too(

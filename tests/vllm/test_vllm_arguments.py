@@ -155,11 +155,11 @@ def test_vllm_accepts_our_arguments_on_a_simulated_h100() -> None:
         "share": 0.4,
         "worker": "torchrl_grpo.weights.worker.WeightSyncExtension",
     }
+    assert inline.pop("graphs").startswith("FULL")  # which kind depends on vLLM's environment
     assert inline == common | {
         "dtypes": ["torch.bfloat16", "torch.float32"],
         "log-probs": ["processed_logprobs", 50],
         "sleeps": True,
-        "graphs": "FULL_AND_PIECEWISE",
     }
     assert concurrent == common | {
         "dtypes": ["torch.float32", "torch.float32"],

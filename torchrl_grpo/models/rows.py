@@ -262,8 +262,12 @@ class Rows:
         if isinstance(batch, LazyStackedTensorDict):
             for row, part in zip(batch.tensordicts, self.of_each(values), strict=True):
                 row.set(name, part)
-        else:
+        elif (real := batch.get(K.ATTENTION_MASK, None)) is None:
             batch.set(name, self.padded(values, batch.get(tokens_key).shape[1]))
+        else:  # the padding may be on the left
+            padded = values.new_zeros(*real.shape, *values.shape[1:])
+            padded[send(real, values.device).bool()] = torch.cat(self.of_each(values))
+            batch.set(name, padded)
 
     def of_each(self, values: Tensor) -> list[Tensor]:
         """Return values of the scored tokens, [S, ...], for each sequence with 0 on its other

@@ -302,14 +302,16 @@ class PolicyLoss(LossModule):
         Args:
             batch: [N], ragged or padded, with the entries that decide which tokens count.
         """
+        action, mask = self.tensor_keys.action, self.tensor_keys.mask
+        ragged = sequences_of(batch, action) if is_of_wrapper(batch, mask) else batch
         parts = [part for part in self._parts() if isinstance(part, Select) or part.prepared]
         names = ["mask", "sample_log_prob", *(name for part in parts for name in part.in_keys)]
         names += ["is_demonstration"] if self.sft_coeff else []
-        rows = self.read(batch, list(map(self._key, names)))
+        rows = self.read(ragged, list(map(self._key, names)))
         rows = self.prepare(replace(rows, trajectory=trajectories_of(batch)))
         for key in self._prepared_keys():
             if key in rows.values:
-                rows.write(batch, key, rows.values[key], self.tensor_keys.action)
+                rows.write(batch, key, rows.values[key], action)
         for key, total in rows.totals.items():
             batch.set(key, total.expand(len(rows), 1).contiguous())
         return batch

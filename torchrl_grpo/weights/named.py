@@ -95,6 +95,7 @@ def weights_of(source: Any) -> Iterator[tuple[str, Tensor]]:
         return named_weights(next(models, source))
     if isinstance(source, TensorDictBase | Mapping):
         source = TensorDict(source)
+        source = source.get("actor_network", source)  # a loss has buffers beside it
         while len(nested := [v for v in source.values() if isinstance(v, TensorDictBase)]) == 1:
             source = nested[0]
         source = list(source.flatten_keys(".").items())

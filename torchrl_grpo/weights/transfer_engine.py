@@ -110,12 +110,15 @@ def _pinned(
 ) -> Iterator[Iterable[tuple[str, Tensor]]]:
     """Context with the weights of a block by name, while its memory is pinned for a CUDA device."""
     named = list(weights)
-    memory = named[0][1].untyped_storage()
-    place = memory.data_ptr()
-    pinned = device.type == "cuda" and _host.host_register(place, memory.nbytes())
+    blocks = [named[0][1].untyped_storage()] if named and device.type == "cuda" else []
+    places = [
+        block.data_ptr()
+        for block in blocks
+        if _host.host_register(block.data_ptr(), block.nbytes())
+    ]
     try:
         yield named
     finally:
-        if pinned:
+        for place in places:
             torch.cuda.synchronize(device)  # copies may still read the block
             _host.host_unregister(place)

@@ -57,7 +57,7 @@ train: $(VENV)/.stamp-package  ## teach the embedded starter model arithmetic
 TEST_PARTS := $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-openenv $(TEST_ENGINE)
 
 test: $(TEST_PARTS)  ## run the test suite, the real vLLM and Ray included
-	$(PYTEST) --cpu .pytest_cache/cpu.json -n 3 $(BY_FILE) -m "not nightly" $(PYTEST_ARGS)
+	$(PYTEST) --cpu=.pytest_cache/cpu.json -n 3 $(BY_FILE) -m "not nightly" $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.stamp-dev  ## run the tests that need neither vLLM nor Ray nor much time, in under 3 minutes
 	$(PYTEST) $(FAST) $(PYTEST_ARGS)

@@ -329,8 +329,10 @@ class GRPOTrainer:
 
     def _prepare(self, batch: TensorDictBase) -> Rows:
         """Read a batch, on the CPU, and fix what depends on the whole of it."""
-        names, data = self.loss.tensor_keys, batch.copy()
-        if names.staleness in self.loss.required_in_keys:
+        names = self.loss.tensor_keys
+        needs_staleness = names.staleness in self.loss.required_in_keys
+        data = batch.copy() if needs_staleness or self.loss.sft_coeff else batch
+        if needs_staleness:
             of_token = has(batch, keys.POLICY_VERSIONS)
             key = keys.POLICY_VERSIONS if of_token else keys.POLICY_VERSION
             for part in parts_of(data):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.support.configs import ROOT
+from tests.support.cpu import LIMIT_S, START_S, over_limits
 from tools.count import core_tokens, count_tokens, tokens_by_folder
 
 
@@ -22,3 +23,11 @@ def test_the_core_keeps_to_its_budget() -> None:
     counts = tokens_by_folder()
     assert core_tokens(counts) <= budgets["core"]
     assert counts.total() <= budgets["package"]
+
+
+def test_a_file_over_its_limit_of_cpu_seconds_and_the_sum_are_named() -> None:
+    seconds = {"a.py": LIMIT_S + START_S + 1, "b.py": 30.0, "c.py": LIMIT_S + START_S}
+    assert over_limits(seconds, {"b.py": 25, "all": 60}) == [
+        "a.py took 16.0 CPU s of 5",
+        "all took 61.0 CPU s of 60",
+    ]

@@ -3,7 +3,7 @@ options.
 
     python tools/fits.py
 
-It uses the simulation of ``python -m torchrl_grpo.plan``: with two or more GPUs for the fastest
+It uses the simulation of ``python -m torchrl_grpo plan``: with two or more GPUs for the fastest
 split; if there is none, and with one GPU, for whether the roles fit in turn.
 """
 

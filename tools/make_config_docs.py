@@ -125,12 +125,12 @@ def _template(text: str) -> str:
 
 
 def _prose(doc: str) -> str:
-    """Return a docstring on one line; words that are code (``a_b``, ``a=b``, ``a*``) get
+    """Return a docstring on one line; words that are code (``a_b``, ``a=b``, ``a*``) or a command get
     backticks.
     """
     parts = " ".join(doc.split()).replace("``", "`").split("`")
     parts[::2] = [
-        re.sub(r"[\w.*=]*(?:\w[_=]\w|[*])[\w.*=]*\w|\b_\w+_\b", r"`\g<0>`", part)
+        re.sub(r"python -m \w+ \w+|[\w.*=]*(?:\w[_=]\w|[*])[\w.*=]*\w|\b_\w+_\b", r"`\g<0>`", part)
         for part in parts[::2]
     ]
     return "`".join(parts).replace("|", r"\|")

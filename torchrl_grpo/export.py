@@ -1,4 +1,4 @@
-"""``python -m torchrl_grpo.export``."""
+"""``python -m torchrl_grpo.export``: works for one more release, use ``python -m torchrl_grpo export``."""
 
 from torchrl_grpo.extras.export.command import main
 

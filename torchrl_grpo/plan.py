@@ -1,4 +1,4 @@
-"""``python -m torchrl_grpo.plan``."""
+"""``python -m torchrl_grpo.plan``: works for one more release, use ``python -m torchrl_grpo plan``."""
 
 from torchrl_grpo.extras.plan.command import main
 

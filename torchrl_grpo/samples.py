@@ -1,4 +1,4 @@
-"""``python -m torchrl_grpo.samples``."""
+"""``python -m torchrl_grpo.samples``: works for one more release, use ``python -m torchrl_grpo samples``."""
 
 from torchrl_grpo.extras.report.samples import main
 

@@ -1,4 +1,4 @@
-"""``python -m torchrl_grpo.sweep``."""
+"""``python -m torchrl_grpo.sweep``: works for one more release, use ``python -m torchrl_grpo sweep``."""
 
 from torchrl_grpo.extras.report.sweep import main
 

@@ -141,7 +141,7 @@ def make_large(folder: Path, groups: int, steps: int = 1000) -> Path:
 @contextmanager
 def served(*folders: Path) -> Iterator[str]:
     """Yield the address of the page on these runs, served like the command does."""
-    command = [sys.executable, "-m", "torchrl_grpo.view", *map(str, folders)]
+    command = [sys.executable, "-m", "torchrl_grpo", "view", *map(str, folders)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

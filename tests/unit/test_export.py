@@ -1,4 +1,4 @@
-"""``python -m torchrl_grpo.export``: a checkpoint's model is the one that the run itself would
+"""``python -m torchrl_grpo export``: a checkpoint's model is the one that the run itself would
 export.
 """
 
@@ -60,7 +60,8 @@ def test_export_prints_the_folder_and_nothing_else(lora_run: Path, tmp_path: Pat
     command = [
         sys.executable,
         "-m",
-        "torchrl_grpo.export",
+        "torchrl_grpo",
+        "export",
         str(lora_run),
         "--output",
         str(tmp_path / "made"),

@@ -438,8 +438,8 @@ def test_a_path_without_a_folder_is_said_to_be_none(
         ("run", "use run/checkpoints/model."),
         ("run/checkpoints", "use run/checkpoints/model."),
         ("run/checkpoints/checkpoint_000002", "use run/checkpoints/model."),
-        ("ended_early", "python -m torchrl_grpo.export ended_early writes its model."),
-        ("ended_early/checkpoints/checkpoint_000001", "python -m torchrl_grpo.export"),
+        ("ended_early", "python -m torchrl_grpo export ended_early writes its model."),
+        ("ended_early/checkpoints/checkpoint_000001", "python -m torchrl_grpo export"),
         ("trainer", "use trainer/checkpoint-20."),
     ],
 )

@@ -175,8 +175,8 @@ def test_an_installed_wheel_lists_its_commands_and_has_them(
     names = {line.split("  ")[1] for line in listed.splitlines() if line.startswith("  ")}
     package = installed / "torchrl_grpo"
     commands = ((path.stem, path.read_text("utf-8")) for path in package.glob("[a-z]*.py"))
-    modules = {name for name, text in commands if f"python -m torchrl_grpo.{name}" in text}
-    assert names == set(PROJECT["scripts"]) | {f"python -m torchrl_grpo.{name}" for name in modules}
+    modules = {name for name, text in commands if f"python -m torchrl_grpo {name}" in text}
+    assert names == set(PROJECT["scripts"]) | {f"python -m torchrl_grpo {name}" for name in modules}
     assert "num_envs" in use(installed, f"{installed}/bin/grpo", "--help", cwd=tmp_path)
 
 

@@ -25,6 +25,7 @@ from hydra.core.override_parser.types import Override
 from tests.support.configs import ROOT, compose_config
 from tests.support.configs import composed as hydra_config
 from tests.support.documentation import DOCS, PAGES, TUTORIALS, blocks, commands
+from torchrl_grpo.__main__ import COMMANDS
 from torchrl_grpo.config import check_command_line, from_hydra, register, split_command_line
 from torchrl_grpo.config.schema import COMPONENTS, FIELDS
 
@@ -83,16 +84,10 @@ def composed(words: list[str]) -> None:
 
 
 def source(script: str) -> str:
-    """Return the source of a script of ours, or of the module that a command of ours starts."""
-    name = script.removeprefix("torchrl_grpo.")
-    if name == script:
-        return (ROOT / script).read_text(encoding="utf-8")
-    places = (
-        ROOT / f"torchrl_grpo/extras/{name}/command.py",
-        ROOT / f"torchrl_grpo/extras/report/{name}.py",
-        ROOT / f"torchrl_grpo/scripts/{name}.py",
-    )
-    return next(path for path in places if path.exists()).read_text(encoding="utf-8")
+    """Return the source of a script of ours, or of the module that runs a command of ours."""
+    if script in COMMANDS:
+        script = f"torchrl_grpo/extras/{COMMANDS[script][0].replace('.', '/')}.py"
+    return (ROOT / script).read_text(encoding="utf-8")
 
 
 def check(words: list[str]) -> None:
@@ -108,7 +103,7 @@ def check(words: list[str]) -> None:
         assert (ROOT / words[1]).is_file()
         composed(words[2:])
     else:
-        script, *rest = words[1 + (words[1] == "-m") :]
+        script, *rest = words[3 if words[1:3] == ["-m", "torchrl_grpo"] else 1 :]
         text = source(script)
         assert {word for word in rest if OPTION.fullmatch(word)} <= set(OPTION.findall(text)), words
         if overrides := [word for word in rest if "=" in word]:
@@ -133,7 +128,7 @@ def test_the_commands_of_a_page_are_ones_that_are_taken(page: str) -> None:
 def test_what_no_script_takes_is_found() -> None:
     for line in (
         "python sota/grpo/grpo.py optimizer.lrr=1",
-        "python -m torchrl_grpo.samples x --nope",
+        "python -m torchrl_grpo samples x --nope",
         "make nothing",
         "rm x",
     ):

@@ -1,4 +1,4 @@
-"""``python -m torchrl_grpo.samples``: a run's samples, filtered, sorted and compared in the terminal."""
+"""``python -m torchrl_grpo samples``: a run's samples, filtered, sorted and compared in the terminal."""
 
 from __future__ import annotations
 
@@ -182,8 +182,8 @@ def test_a_mistake_ends_with_what_to_do(
 
 def test_the_command_imports_no_torch(folder: Path) -> None:
     code = (
-        "import runpy, sys; sys.argv = ['samples', sys.argv[1], '--step', '9', '--limit', '1'];"
-        "runpy.run_module('torchrl_grpo.samples', run_name='__main__');"
+        "import runpy, sys; sys.argv[1:] = ['samples', sys.argv[1], '--step', '9', '--limit', '1'];"
+        "runpy.run_module('torchrl_grpo', run_name='__main__');"
         "assert not {'torch', 'torchrl', 'transformers'} & sys.modules.keys()"
     )
     done = subprocess.run(

@@ -94,9 +94,11 @@ def test_the_help_of_the_other_commands_needs_no_torch() -> None:
     code = (
         "import runpy, sys\n"
         "for name in ('export', 'samples', 'sweep', 'view', 'migrate', 'plan'):\n"
-        "    sys.argv = [name, '--help']\n"
-        "    try: runpy.run_module(f'torchrl_grpo.{name}', run_name='__main__')\n"
-        "    except SystemExit as end: assert end.code == 0\n"
+        "    for module, words in (('torchrl_grpo', [name]), (f'torchrl_grpo.{name}', [])):\n"
+        "        sys.argv[1:] = [*words, '--help']\n"
+        "        try: runpy.run_module(module, run_name='__main__')\n"
+        "        except SystemExit as end: assert end.code == 0\n"
+        "        else: raise AssertionError(module)\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     environment = {

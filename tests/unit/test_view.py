@@ -1,4 +1,4 @@
-"""``python -m torchrl_grpo.view``: its server's replies and refusals. test_view_page.py tests it in
+"""``python -m torchrl_grpo view``: its server's replies and refusals. test_view_page.py tests it in
 a browser.
 """
 

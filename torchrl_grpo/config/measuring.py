@@ -97,8 +97,8 @@ class LoggingConfig:
     """Records and logs in addition to metrics.jsonl."""
 
     page: bool = False
-    """Serve a dashboard during the run; its address is printed. For a finished run: python -m
-    torchrl_grpo.view DIR.
+    """Serve a dashboard during the run; its address is printed. For a finished run:
+    ``python -m torchrl_grpo view DIR``.
     """
     tensorboard: bool = True
     """Write TensorBoard files."""

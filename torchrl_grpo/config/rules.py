@@ -281,7 +281,7 @@ RULES = (
         "train.resume",
         "must be left out with train.total_dialog_turns=0 and {inference_model.backend=}, which "
         "evaluate the server's model",
-        "start the server with the checkpoint's model (python -m torchrl_grpo.export), or use "
+        "start the server with the checkpoint's model (python -m torchrl_grpo export), or use "
         "another backend",
         lambda c: (
             c.train.resume is not None

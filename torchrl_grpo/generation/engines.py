@@ -37,7 +37,7 @@ class EngineKind:
         elsewhere: whether it runs on servers that others started, at ``address``; it then needs no
             device of the run.
         images: whether prompts may have images.
-        step_overhead_s: seconds that ``torchrl_grpo.plan`` adds to the accelerator's work in each
+        step_overhead_s: seconds that ``torchrl_grpo plan`` adds to the accelerator's work in each
             decoding step.
     """
 

@@ -1,7 +1,7 @@
 """Memory of a run by role: a training step and the settings that would reduce it, an engine, and a
 reference model.
 
-The device plan, ``torchrl_grpo.plan``, the dry run and the out-of-memory messages all use these
+The device plan, ``torchrl_grpo plan``, the dry run and the out-of-memory messages all use these
 estimates. Nothing heavy is imported here; ``loading.shape_of`` reads the ``Shape`` of a PyTorch
 model.
 """

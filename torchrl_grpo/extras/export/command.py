@@ -1,9 +1,9 @@
 """Export the model of a checkpoint, for Hugging Face's ``from_pretrained`` and vLLM.
 
-    python -m torchrl_grpo.export outputs/DATE/TIME
-    python -m torchrl_grpo.export outputs/DATE/TIME/checkpoints/checkpoint_000100 --output my_model
-    python -m torchrl_grpo.export outputs/DATE/TIME --adapters
-    python -m torchrl_grpo.export outputs/DATE/TIME --push USER/NAME
+    python -m torchrl_grpo export outputs/DATE/TIME
+    python -m torchrl_grpo export outputs/DATE/TIME/checkpoints/checkpoint_000100 --output my_model
+    python -m torchrl_grpo export outputs/DATE/TIME --adapters
+    python -m torchrl_grpo export outputs/DATE/TIME --push USER/NAME
 
 A run's folder means its newest complete checkpoint. The run's base model must be where it was.
 """
@@ -20,7 +20,7 @@ from torchrl_grpo.errors import RunLostError
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m torchrl_grpo.export",
+        prog="python -m torchrl_grpo export",
         description="Writes the model of a checkpoint as a Hugging Face model.",
     )
     parser.add_argument(
@@ -62,7 +62,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, RunLostError) as error:
         parser.exit(2, f"error: {str(error).replace('train.resume=', '')}\n")
     print(target, *filter(None, [address]), sep="\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -98,7 +98,7 @@ def _instead_of(folder: Path) -> str:
             name = "its base model"
         return (
             f"it has only adapters of {name}: write the whole model, by merge_and_unload of peft or, "
-            "for a run's adapters, python -m torchrl_grpo.export"
+            "for a run's adapters, python -m torchrl_grpo export"
         )
     is_own = is_checkpoint(folder) or (folder / METRICS_FILE).is_file() or checkpoints_in(folder)
     places = (folder / "checkpoints", folder, folder.parent if is_checkpoint(folder) else folder)
@@ -108,7 +108,7 @@ def _instead_of(folder: Path) -> str:
     if models:
         return f"{what}: use {models[0]}"
     if is_own:
-        return f"{what}: python -m torchrl_grpo.export {folder} writes its model"
+        return f"{what}: python -m torchrl_grpo export {folder} writes its model"
     return ""
 
 

@@ -1,8 +1,8 @@
 """Prints the command line equivalent to a config of TRL, verl, AReaL, prime-rl or TorchRL.
 
-    python -m torchrl_grpo.migrate train_trl.py --devices 8
-    python -m torchrl_grpo.migrate run_qwen2-7b_math.sh
-    python -m torchrl_grpo.migrate gsm8k_grpo.yaml
+    python -m torchrl_grpo migrate train_trl.py --devices 8
+    python -m torchrl_grpo migrate run_qwen2-7b_math.sh
+    python -m torchrl_grpo migrate gsm8k_grpo.yaml
 
 Below it are the keys that have a different meaning or no equivalent. The file is read, never run.
 """
@@ -39,7 +39,7 @@ def main(
         width: columns; by default those of the terminal.
     """
     parser = argparse.ArgumentParser(
-        "python -m torchrl_grpo.migrate",
+        "python -m torchrl_grpo migrate",
         description=(
             "Prints the command line that makes the same run as a config of another library."
         ),
@@ -137,7 +137,3 @@ def _lines(notes: Mapping[str, str]) -> list[str]:
 
 def _wrap(text: str, width: int) -> str:
     return textwrap.fill(text, max(width, 40), initial_indent="  ", subsequent_indent="    ") + "\n"
-
-
-if __name__ == "__main__":
-    main()

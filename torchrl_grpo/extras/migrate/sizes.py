@@ -281,7 +281,7 @@ def _devices(
         differs(
             "inference_model.num_devices",
             f"there the roles take turns on {shared} devices; here each role has its own, and half "
-            f"of them sample: python -m torchrl_grpo.plan --devices {shared} suggests a split",
+            f"of them sample: python -m torchrl_grpo plan --devices {shared} suggests a split",
         )
     if "engine_data_parallel" in quantities:
         engine = max(engine or 1, parallel * quantities["engine_data_parallel"])

@@ -1,6 +1,6 @@
 """Keys of other libraries, one file each, and ours that mean the same.
 
-``python -m torchrl_grpo.migrate`` translates whole files by these tables; an error about an unknown
+``python -m torchrl_grpo migrate`` translates whole files by these tables; an error about an unknown
 key looks it up here.
 """
 

@@ -1,8 +1,8 @@
 """Advises how to split accelerators among the roles, by simulating ``grpo-async.py``.
 
-    python -m torchrl_grpo.plan --devices 8 --gpu h100
-    python -m torchrl_grpo.plan --config-name grpo_math --devices 64 model.name=Qwen/Qwen2.5-7B
-    python -m torchrl_grpo.plan --devices 1024 --params 32e9 inference_model.tensor_parallel_size=2
+    python -m torchrl_grpo plan --devices 8 --gpu h100
+    python -m torchrl_grpo plan --config-name grpo_math --devices 64 model.name=Qwen/Qwen2.5-7B
+    python -m torchrl_grpo plan --devices 1024 --params 32e9 inference_model.tensor_parallel_size=2
 
 Nothing is loaded and no device is needed: the times of the stages are computed from published
 figures (hardware.py).
@@ -60,7 +60,7 @@ def main(
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse a command line; None for this process's."""
     parser = argparse.ArgumentParser(
-        "python -m torchrl_grpo.plan",
+        "python -m torchrl_grpo plan",
         description="Advises how to split accelerators over the roles of grpo-async.py.",
     )
     parser.add_argument(
@@ -272,7 +272,3 @@ def _advice(settings: Settings, row: Row, options: argparse.Namespace) -> list[s
     new |= {"env.num_envs": envs} if envs != settings.rows else {}
     others = [text for text in options.overrides if text.partition("=")[0] not in new]
     return others + [f"{name}={value}" for name, value in new.items()]
-
-
-if __name__ == "__main__":
-    main()

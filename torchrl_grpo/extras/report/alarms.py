@@ -197,7 +197,7 @@ def _without_signal(rows: Sequence[Row], steps: int) -> NamedTexts:
         yield (
             "zero_rewards",
             f"all rewards were 0 over {when}, so {learned}: read the responses (python -m "
-            "torchrl_grpo.samples DIR), and check that the prompt has the model's training format "
+            "torchrl_grpo samples DIR), and check that the prompt has the model's training format "
             f"and asks for the format that the reward expects{hint}",
         )
     elif (finite(last, "rollout/accuracy") or 0.0) >= _SOLVED and not any(

@@ -3,10 +3,10 @@
 Text that a model wrote is never trusted: it is not interpreted as markup, and unprintable
 characters are escaped.
 
-    python -m torchrl_grpo.samples outputs/DATE/TIME --split test --max-reward 0 --limit 5
-    python -m torchrl_grpo.samples outputs/DATE/TIME --text "####" --sort length
-    python -m torchrl_grpo.samples outputs/DATE/TIME --group 784
-    python -m torchrl_grpo.samples outputs/DATE/TIME --compare --step 0 500 --sort change
+    python -m torchrl_grpo samples outputs/DATE/TIME --split test --max-reward 0 --limit 5
+    python -m torchrl_grpo samples outputs/DATE/TIME --text "####" --sort length
+    python -m torchrl_grpo samples outputs/DATE/TIME --group 784
+    python -m torchrl_grpo samples outputs/DATE/TIME --compare --step 0 500 --sort change
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def compare(rows: Iterable[Row]) -> list[Pair]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m torchrl_grpo.samples", description="Shows the samples of a run."
+        "python -m torchrl_grpo samples", description="Shows the samples of a run."
     )
     parser.add_argument("run", metavar="RUN", help=f"a run's folder, or its {SAMPLES_FILE}")
     parser.add_argument("--step", type=int, nargs="+", metavar="N", help="of these steps")
@@ -248,7 +248,3 @@ def _line(text: str, console: Console) -> None:
 def _text(text: str, console: Console, style: str = "") -> Text:
     """Return a text that keeps newlines and escapes other control characters."""
     return Text(printable_lines(text, console.encoding), style=style)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Write the report of a sweep: which key mattered, overlaid curves, a table.
 
-    python -m torchrl_grpo.sweep multirun/DATE/TIME
+    python -m torchrl_grpo sweep multirun/DATE/TIME
 
 The scripts write it by themselves when a multirun ends.
 """
@@ -17,7 +17,7 @@ from torchrl_grpo.extras.report.sweep_report import write_sweep
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
-        "python -m torchrl_grpo.sweep",
+        "python -m torchrl_grpo sweep",
         description="Writes a page that compares the runs of a sweep.",
     )
     parser.add_argument(
@@ -29,7 +29,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
     print(path)
-
-
-if __name__ == "__main__":
-    main()

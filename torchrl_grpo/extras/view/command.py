@@ -1,8 +1,8 @@
 """Serves a dashboard of running or finished runs: curves, groups of responses, tokens, a timeline,
 alarms, configs.
 
-    python -m torchrl_grpo.view outputs/DATE/TIME
-    python -m torchrl_grpo.view outputs/first outputs/second
+    python -m torchrl_grpo view outputs/DATE/TIME
+    python -m torchrl_grpo view outputs/first outputs/second
 
 It prints the page's address, which contains a token and works only on this machine, and serves
 until Ctrl-C.
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: arguments on the command line; by default this process's.
     """
     parser = argparse.ArgumentParser(
-        "python -m torchrl_grpo.view", description="Serves a dashboard of running or finished runs."
+        "python -m torchrl_grpo view", description="Serves a dashboard of running or finished runs."
     )
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", type=Path, help="a run's folder; several are compared"
@@ -41,7 +41,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     listening, token, address = listen()
     print(f"Run dashboard: {address}\nPress Ctrl-C to stop.", flush=True)
     serve(options.runs, listening, token)
-
-
-if __name__ == "__main__":
-    main()

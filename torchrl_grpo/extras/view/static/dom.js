@@ -103,7 +103,7 @@ export async function get(name, params = {}) {
   try {
     response = await fetch(`api/${name}${asked}`);
   } catch {
-    throw new Error("The dashboard's server has stopped. To view a finished run: python -m torchrl_grpo.view RUN");
+    throw new Error("The dashboard's server has stopped. To view a finished run: python -m torchrl_grpo view RUN");
   }
   const answer = await response.json().catch(() => ({ error: `The server answered ${response.status}.` }));
   if (!response.ok) throw new Error(answer.error);

@@ -11,7 +11,6 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_st
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torchrl.data import Composite, Unbounded
-from torchrl.envs import EnvBase, Transform
 
 from torchrl_grpo import keys
 from torchrl_grpo.checks import (
@@ -32,13 +31,13 @@ from torchrl_grpo.models.padding import (
     pad,
 )
 from torchrl_grpo.rewards.spec import PartWeights
+from torchrl_grpo.transforms.batch import BatchTransform, in_next
 from torchrl_grpo.transforms.parts import decoupled_advantage, reward_parts
 from torchrl_grpo.transforms.ragged import (
     all_of_group,
     flatten,
     group_ids,
     group_keys,
-    is_written,
     join_rows,
     set_tokens,
     split_rows,
@@ -62,7 +61,7 @@ _KEYS_OF_TOKENS: dict[str, list[NestedKey]] = {
 _REDUCTIONS = {"sum": "sum", "max": "amax", "mean": "mean"}
 
 
-class GroupAdvantage(Transform):
+class GroupAdvantage(BatchTransform):
     """Writes ``A_i = (r_i - mean(r)) / (std(r) + eps)`` over the valid rewards of each group (arXiv
     2402.03300).
 
@@ -302,18 +301,13 @@ class GroupAdvantage(Transform):
         """
         return group_advantage(reward, group, valid, mean=self.mean, std=self.std)
 
-    # On its own, and when a replay buffer is sampled
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the advantage of a flat batch of complete groups. In a replay buffer, a batch that
-        already has it is returned unchanged.
+    def write(self, batch: TensorDictBase) -> TensorDictBase:
+        """Write the advantage of a flat batch of complete groups.
 
         Raises:
             ValueError: a group has not ``repeats`` members.
         """
-        if is_written(self, tensordict, self.advantage_key):
-            return tensordict
-        flat = flatten(tensordict)
+        flat = flatten(batch)
         member = self._members(flat)
         first = torch.cat([torch.ones_like(member[:1]), member.diff()]) > 0
         group = group_ids(flat, self.group_key).to(first.device)[first]
@@ -326,7 +320,7 @@ class GroupAdvantage(Transform):
                 "whole groups, each once; a prompt that was drawn twice is two groups, which "
                 f"group_key='group_id' tells apart and {self.group_key!r} may not."
             )
-        return self._write(tensordict, member, group)
+        return self._write_groups(batch, member, group)
 
     def _members(self, flat: TensorDictBase) -> Tensor:
         """[N] int64, the number of the trajectory that each row is a step of."""
@@ -360,7 +354,9 @@ class GroupAdvantage(Transform):
         valid = _column(flat, self.valid_key, torch.ones_like(member, dtype=torch.bool))
         return ~torch.isin(member.unique(), member[~valid])
 
-    def _write(self, tensordict: TensorDictBase, member: Tensor, group: Tensor) -> TensorDictBase:
+    def _write_groups(
+        self, tensordict: TensorDictBase, member: Tensor, group: Tensor
+    ) -> TensorDictBase:
         """Write the advantages of whole groups.
 
         Args:
@@ -463,12 +459,9 @@ class GroupAdvantage(Transform):
         self.num_zero_variance_groups += groups - group[has_signal].unique().numel()
         self.num_invalid += int((~valid).sum())
 
-    # In a replay buffer
-
-    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        if tensordict is None or self._in_env() or has(tensordict, self.advantage_key):
-            return tensordict
-        flat = flatten(tensordict)
+    def extend(self, batch: TensorDictBase) -> TensorDictBase | None:
+        """Hold the members of a group back until all are there, then write their advantages."""
+        flat = flatten(batch)
         member = self._members(flat)
         names = group_keys(flat, self.group_key)
         rows = flat.unbind(0)
@@ -484,41 +477,23 @@ class GroupAdvantage(Transform):
         lengths = torch.tensor(sizes, device=member.device)
         number = torch.arange(len(complete), device=member.device)
         steps = lazy_stack([step for trajectory in complete for step in trajectory.steps])
-        return self._write(steps, number.repeat_interleave(lengths), number // self.repeats)
-
-    _call = _inv_call  # of a buffer's append_transform(invert=True), which samples by it as well
-
-    def _in_env(self) -> bool:
-        try:
-            return isinstance(self.container, EnvBase)
-        except ValueError:
-            # TorchRL's way of saying that the Compose around this transform is in no environment.
-            return False
-
-    # In a TransformedEnv
+        return self._write_groups(steps, number.repeat_interleave(lengths), number // self.repeats)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        step = tensordict.copy().update(next_tensordict).set("next", next_tensordict)
         group = group_ids(tensordict, self.group_key)
         every = torch.ones_like(group, dtype=torch.bool)
-        complete = all_of_group(group, _column(next_tensordict, _in_next(self.done_key), every))
-        before = all_of_group(group, _column(tensordict, _in_next(self.done_key), ~every))
-        valid = _column(next_tensordict, _in_next(self.valid_key), every)
+        complete = all_of_group(group, _column(step, self.done_key, every))
+        before = all_of_group(group, _column(tensordict, in_next(self.done_key), ~every))
+        row = torch.arange(len(group), device=group.device)
+        valid = self._valid(step, row)
         # What the batch means here: rewards of dialogs in progress are not known yet.
-        known = valid & complete
-        if self.part_weights is None:
-            reward = entry(next_tensordict, _in_next(self.reward_key)).reshape(-1)
-            advantage = self.advantage(reward, group, known)
-        else:
-            parts = reward_parts(next_tensordict, _in_next(keys.REWARD_PARTS))
-            advantage = decoupled_advantage(
-                parts, self._weights_of(tensordict), group, known, self.advantage
-            )
+        advantage = self._of_trajectories(step, row, group, valid & complete)
         ended = complete & ~before
         self._count(advantage[ended] != 0, group[ended], valid[ended])
-        next_tensordict.set(
-            _in_next(self.advantage_key), advantage.reshape(self._shape(next_tensordict))
+        return next_tensordict.set(
+            in_next(self.advantage_key), advantage.reshape(self._shape(next_tensordict))
         )
-        return next_tensordict
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
@@ -532,21 +507,14 @@ class GroupAdvantage(Transform):
             )
         group = group_ids(tensordict_reset, self.group_key)
         zeros = torch.zeros(self._shape(tensordict_reset), device=group.device)
-        return tensordict_reset.set(_in_next(self.advantage_key), zeros)
+        return tensordict_reset.set(in_next(self.advantage_key), zeros)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Add the advantage."""
-        observation_spec[_in_next(self.advantage_key)] = Unbounded(
+        observation_spec[in_next(self.advantage_key)] = Unbounded(
             shape=self._shape(observation_spec), dtype=torch.float32, device=observation_spec.device
         )
         return observation_spec
-
-
-def _in_next(key: NestedKey) -> NestedKey:
-    """Return ``key`` as it is named inside the ``"next"`` entry."""
-    if isinstance(key, tuple) and key[0] == "next":
-        return key[1] if len(key) == 2 else key[1:]
-    return key
 
 
 def _column(tensordict: TensorDictBase, key: NestedKey, default: Tensor) -> Tensor:

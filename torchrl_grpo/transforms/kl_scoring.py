@@ -16,7 +16,6 @@ from tensordict import (
 )
 from torch import Tensor
 from torchrl.data import Composite, Unbounded
-from torchrl.envs.transforms import Transform
 
 from torchrl_grpo import keys
 from torchrl_grpo.envs.specs import RaggedRows
@@ -25,12 +24,13 @@ from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.images import Spans
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import forward_memory
-from torchrl_grpo.models.padding import has, is_of_wrapper, sequences_of
+from torchrl_grpo.models.padding import is_of_wrapper, sequences_of
 from torchrl_grpo.models.passes import Pass, make_passes
 from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import TokenScorer, autocast, check_packing
 from torchrl_grpo.models.sharding import compute_device, mesh_of
-from torchrl_grpo.transforms.ragged import flatten, is_written, set_rows
+from torchrl_grpo.transforms.batch import BatchTransform, in_next
+from torchrl_grpo.transforms.ragged import flatten, set_rows
 from torchrl_grpo.weights import load_weights
 
 _PURPOSES: dict[NestedKey, str] = {
@@ -43,7 +43,7 @@ _PURPOSES: dict[NestedKey, str] = {
 """Purpose of log-probs by the key they are written to."""
 
 
-class KLScoring(Transform):
+class KLScoring(BatchTransform):
     """Writes the reference model's log-probs of the sampled tokens.
 
     It works on its own (``scoring(batch)``), in a replay buffer (where it scores new data) and in a
@@ -89,8 +89,8 @@ class KLScoring(Transform):
             )
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} must be at least 1: for example, 16384.")
-        in_env = out_key[1:] if isinstance(out_key, tuple) and out_key[0] == "next" else out_key
-        super().__init__(in_keys=[tokens_key, mask_key], out_keys=[in_env])
+        super().__init__(in_keys=[tokens_key, mask_key], out_keys=[in_next(out_key)])
+        self.batch_keys = [out_key]
         self.scorer = scorer
         self.max_tokens = max_tokens
         self.autocast_dtype = autocast_dtype
@@ -228,23 +228,9 @@ class KLScoring(Transform):
             rows.append(whole)
         return rows
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Score a batch [B] (or one sequence) in place. In a replay buffer, a batch that already has
-        the entry is left unchanged.
-        """
-        if is_written(self, tensordict, self.out_key):
-            return tensordict
-        return set_rows(tensordict, self.out_key, self._score(flatten(tensordict)))
-
-    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Score data written to a replay buffer. Leave an environment's input alone, because
-        ``_step`` scores it.
-        """
-        if tensordict is None or self.parent is not None:
-            return tensordict  # None if another transform of the buffer holds everything back
-        return tensordict if has(tensordict, self.out_key) else self.forward(tensordict)
-
-    _call = _inv_call  # of a buffer's append_transform(invert=True)
+    def write(self, batch: TensorDictBase) -> TensorDictBase:
+        """Score a batch [B] (or one sequence) in place."""
+        return set_rows(batch, self.out_key, self._score(flatten(batch)))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Score the tokens that the policy sampled in a step of an environment [B]."""
@@ -299,8 +285,8 @@ class EntropyScoring(KLScoring):
         scores = self.scorer.score_rows(each.layout, each.rows.values)
         return torch.stack([scores["log_prob"], scores["entropy"]], -1).float()
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        rows = self._score(flatten(tensordict))
+    def write(self, batch: TensorDictBase) -> TensorDictBase:
+        rows = self._score(flatten(batch))
         for number, key in enumerate((self.out_key, self.entropy_key)):
-            tensordict = set_rows(tensordict, key, [row[..., number] for row in rows])
-        return tensordict
+            batch = set_rows(batch, key, [row[..., number] for row in rows])
+        return batch

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack
 from torch import Tensor
-from torchrl.envs.transforms import Transform
 
 from torchrl_grpo import keys
-from torchrl_grpo.models.padding import entry, has
+from torchrl_grpo.models.padding import entry
 
 
 def flatten(batch: TensorDictBase) -> TensorDictBase:
@@ -20,13 +19,6 @@ def flatten(batch: TensorDictBase) -> TensorDictBase:
     batch of size 1.
     """
     return lazy_stack([batch]) if batch.ndim == 0 else batch.reshape(-1)
-
-
-def is_written(transform: Transform, batch: TensorDictBase, *names: NestedKey) -> bool:
-    """Return whether a replay buffer samples entries that this transform wrote when data was added.
-    A buffer puts its transforms into eval mode; a direct call computes again.
-    """
-    return not transform.training and all(has(batch, name) for name in names)
 
 
 def join_groups(groups: Iterable[TensorDictBase]) -> TensorDictBase:

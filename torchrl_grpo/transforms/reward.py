@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
-from torchrl.envs import Transform
 
 from torchrl_grpo import keys
 from torchrl_grpo.checks import KLEstimator, check_bounds
@@ -17,10 +16,11 @@ from torchrl_grpo.models.padding import (
     pad,
     trajectories_of,
 )
-from torchrl_grpo.transforms.ragged import flatten, is_written, set_tokens
+from torchrl_grpo.transforms.batch import BatchTransform
+from torchrl_grpo.transforms.ragged import flatten, set_tokens
 
 
-class RewardShaping(Transform):
+class RewardShaping(BatchTransform):
     """Writes the shaped reward of each sequence, and its distribution over the tokens.
 
     ``("next", "shaped_reward")`` [1] float32 is ``clip(scale * reward + bias) + overlong - kl_coef
@@ -141,13 +141,9 @@ class RewardShaping(Transform):
         self.kl_coef = kl_coef
         self.kl_estimator = kl_estimator
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Shape the rewards of a batch in place. In a replay buffer, a batch that already has both
-        entries is left unchanged.
-        """
-        if is_written(self, tensordict, *self.out_keys):
-            return tensordict
-        flat = flatten(tensordict)
+    def write(self, batch: TensorDictBase) -> TensorDictBase:
+        """Shape the rewards of a batch in place."""
+        flat = flatten(batch)
         mask = pad(flat, self.mask_key, False)
         valid = torch.ones_like(mask[:, :1])
         if has(flat, self.valid_key):
@@ -160,8 +156,8 @@ class RewardShaping(Transform):
         shaped = task - kl.sum(-1, keepdim=True)
         token = torch.where(valid & mask, self._turn_rewards(flat.unbind(0), mask), 0.0)
         token = token + torch.where(_last(mask), task - token.sum(-1, keepdim=True), 0.0) - kl
-        tensordict = set_tokens(tensordict, keys.TOKEN_REWARD, token.float(), self.mask_key)
-        return tensordict.set(keys.SHAPED_REWARD, shaped.float().reshape(*tensordict.batch_size, 1))
+        batch = set_tokens(batch, keys.TOKEN_REWARD, token.float(), self.mask_key)
+        return batch.set(keys.SHAPED_REWARD, shaped.float().reshape(*batch.batch_size, 1))
 
     def _task_reward(self, flat: TensorDictBase, mask: Tensor, trajectory: Tensor | None) -> Tensor:
         """Return the shaped reward without the KL, [N, 1] float64; 0 in all samples of a trajectory
@@ -198,22 +194,6 @@ class RewardShaping(Transform):
             return torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
         sample, ref = (pad(flat, key).double() for key in self.kl_keys)
         return self.kl_coef * KL_ESTIMATORS[self.kl_estimator](sample, ref)
-
-    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Shape data written to a replay buffer. Return None if another of its transforms holds
-        everything back.
-        """
-        return None if tensordict is None else self.forward(tensordict)
-
-    _call = _inv_call  # of a buffer's append_transform(invert=True)
-
-    def _reset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
-        raise RuntimeError(
-            "RewardShaping must get finished sequences, but it is in an environment, where a step "
-            "has only one turn: call it on the collector's batch, or put it into a ReplayBuffer."
-        )
 
 
 def _last(mask: Tensor) -> Tensor:

@@ -767,8 +767,8 @@ def test_reward_functions_get_the_images_in_each_form() -> None:
     make_rewards([{"fn": own, "name": "own"}, {"fn": trl, "name": "trl"}])(Dialog(problem, ["a"]))
     assert seen == [(32, 32), [(32, 32), (32, 32)]]
     with pytest.raises(ValueError, match=r"env\.columns\.images"):
-        make_rewards({"fn": own, "name": "own"}).check((), True)
-    make_rewards({"fn": own, "name": "own"}).check((), True, has_images=True)
+        make_rewards({"fn": own, "name": "own"}).check(Problem("?", "1"))
+    make_rewards({"fn": own, "name": "own"}).check(problem)
 
 
 def retied(kit: Kit, folder: Path, top: bool, text: bool, *, has_head: bool) -> str:

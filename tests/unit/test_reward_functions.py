@@ -26,6 +26,10 @@ def dialog(response: str = "42", answer: Any = "42", **extra: Any) -> Dialog:
     )
 
 
+def columns_of(*columns: str, answer: Any = "") -> Problem:
+    return Problem("", answer, dict.fromkeys(columns))
+
+
 def parts(function: Callable[..., Any], *args: Any, **options: Any) -> dict[str, float | None]:
     return dict(make_rewards({"fn": function, **options})(dialog(*args)).parts)
 
@@ -81,9 +85,9 @@ def test_arguments_that_nothing_gives_are_refused_before_a_run() -> None:
         ValueError,
         match=r"needs hint, .*: use some of these names: answer, .*solution, tokens",
     ):
-        rewards.check(["solution"])
-    rewards.check(["solution", "hint"])
-    make_rewards({"fn": see, "hint": "none"}).check(["solution"])
+        rewards.check(columns_of("solution"))
+    rewards.check(columns_of("solution", "hint"))
+    make_rewards({"fn": see, "hint": "none"}).check(columns_of("solution"))
 
 
 @pytest.mark.parametrize(
@@ -99,12 +103,12 @@ def test_an_answer_that_no_problem_has_is_refused_before_a_run(
     function: Any, columns: list[str], missing: str | None
 ) -> None:
     rewards = make_rewards({"fn": function, "name": "f"})
-    rewards.check(columns)
+    rewards.check(columns_of(*columns))
     if missing is None:
-        rewards.check(columns, has_answer=False)
+        rewards.check(columns_of(*columns, answer=None))
     else:
         with pytest.raises(ValueError, match=f"needs {missing}, .*: use some of these names"):
-            rewards.check(columns, has_answer=False)
+            rewards.check(columns_of(*columns, answer=None))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +127,9 @@ def test_a_missing_argument_says_what_to_rename_or_to_name(
     function: Any, columns: list[str], has_answer: bool, fix: str
 ) -> None:
     with pytest.raises(ValueError, match=fix):
-        make_rewards({"fn": function, "name": "f"}).check(columns, has_answer=has_answer)
+        make_rewards({"fn": function, "name": "f"}).check(
+            columns_of(*columns, answer="" if has_answer else None)
+        )
 
 
 def test_options_that_a_function_has_not_are_refused() -> None:
@@ -242,10 +248,10 @@ def test_a_function_of_trl_gets_text_for_a_prompt_of_text() -> None:
         return [float(c == s) for c, s in zip(completions, solution, strict=True)]
 
     rewards = make_rewards(accuracy)
-    rewards.check(["prompt", "solution"])
+    rewards.check(columns_of("prompt", "solution"))
     assert rewards(dialog()) == Score(1.0, True, {"accuracy": 1.0})
     with pytest.raises(ValueError, match="needs solution, which is neither"):
-        rewards.check(["prompt"])
+        rewards.check(columns_of("prompt"))
 
 
 def test_a_function_of_trl_gets_messages_for_a_prompt_of_messages() -> None:
@@ -309,7 +315,7 @@ def test_a_function_of_verl_gets_its_four_arguments() -> None:
         }
 
     rewards = make_rewards({"fn": compute_score, "weight": 0.5})
-    rewards.check([])
+    rewards.check(columns_of())
     expected = {"compute_score": 1.0, "compute_score/source": 4.0}
     assert rewards(dialog()) == Score(0.5, True, expected)
     row = {"data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "43"}}
@@ -334,7 +340,7 @@ def test_a_function_of_verl_may_give_the_response_another_name(name: str) -> Non
         namespace,
     )
     rewards = make_rewards(namespace["compute_score"])
-    rewards.check([])
+    rewards.check(columns_of())
     row = {"reward_model": {"style": "rule", "ground_truth": "43"}}
     assert [rewards(dialog()).reward, rewards(dialog(**row)).reward] == [1.0, 0.0]
 
@@ -359,9 +365,9 @@ def test_a_function_that_makes_a_reward_is_refused_before_a_run(options: dict[st
         ValueError,
         match=r"reward get_punishment must take .*: if it returns",
     ):
-        make_rewards({"fn": get_punishment, **options}).check(["prompt", "solution"])
+        make_rewards({"fn": get_punishment, **options}).check(columns_of("prompt", "solution"))
     reward = make_rewards({"fn": get_punishment(100), "name": "made"})
-    reward.check(["prompt", "solution"])
+    reward.check(columns_of("prompt", "solution"))
     assert reward(dialog()).reward == 0.0
 
 

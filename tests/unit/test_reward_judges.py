@@ -275,7 +275,7 @@ def test_options_that_a_judge_needs_are_asked_for_before_a_run() -> None:
         ValueError,
         match=r"needs model and url, .*\{fn: \.\.\., model: \.\.\.\}",
     ):
-        make_rewards("judge").check(["question"])
+        make_rewards("judge").check(Problem("", "", {"question": ""}))
     with pytest.raises(ValueError, match=r"scale=\[3, 3\] .*\[low, high\]"):
         make_rewards({"fn": "judge", "url": "http://127.0.0.1:9", "model": "m", "scale": [3, 3]})(
             dialog()
@@ -304,7 +304,7 @@ def test_a_reward_model_reads_the_chat_and_gives_its_logit(
 ) -> None:
     model = make_classifier(tmp_path, tokenizer, labels=1)
     rewards = make_rewards({"fn": "reward_model", "model": str(tmp_path), "weight": 2})
-    rewards.check([])
+    rewards.check(Problem("", ""))
     for response in ("42", "no"):
         ids = tokenizer(f"<|user|>6*7=?<|end|><|assistant|>{response}<|end|>", return_tensors="pt")[
             "input_ids"

@@ -19,7 +19,7 @@ from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.startup import say
 from torchrl_grpo.rewards.functions import load_class, load_function
 from torchrl_grpo.rewards.spec import parse_rewards
-from torchrl_grpo.tasks.base import Problem, Split, Task, WrappedTask
+from torchrl_grpo.tasks.base import Problem, Split, Task
 from torchrl_grpo.tasks.conversations import WithRetry, WithTools
 from torchrl_grpo.tasks.dataset import DatasetTask
 from torchrl_grpo.tasks.mixed import MixedTask
@@ -285,7 +285,7 @@ def check_tests(task: Task, problems: Sequence[Problem]) -> None:
         firsts.setdefault(problem.dataset, problem)
     for name, problem in firsts.items():
         try:
-            _check_columns(task, problem)
+            task.check_problem(problem)
         except ValueError as error:
             where = f"{name} of evaluation.datasets" if name else "the test split"
             raise ValueError(
@@ -293,22 +293,6 @@ def check_tests(task: Task, problems: Sequence[Problem]) -> None:
             ) from error
     if isinstance(task, WithEnvironment):
         task.check(problems)
-
-
-def _check_columns(task: Task, problem: Problem) -> None:
-    from torchrl_grpo.tasks.with_environment import WithEnvironment
-    from torchrl_grpo.tasks.with_rewards import WithRewards
-
-    if isinstance(task, WithEnvironment):
-        task.check([problem])
-    if isinstance(task, WithRewards | WithEnvironment) and task.rewards is not None:
-        plays = isinstance(task, WithEnvironment)
-        has_answer, has_images = problem.answer is not None, bool(problem.images)
-        task.rewards.check(problem.extra, has_answer, plays, has_images)
-    if isinstance(task, MixedTask):
-        _check_columns(task.task_of(problem), problem)
-    elif isinstance(task, WrappedTask) and (not isinstance(task, WithEnvironment) or task.judged):
-        _check_columns(task.task, problem)
 
 
 def _make_test(entry: DatasetConfig, field: str, reward: Any, scoring: Scoring) -> Task:
@@ -424,12 +408,7 @@ def _rewards(
     arguments = {} if column is None else {"prompt_column": column}
     rewards = make_rewards(spec, field=field, **arguments)
     if first is not None:
-        rewards.check(
-            first.extra,
-            has_answer=first.answer is not None,
-            has_environment=has_environment,
-            has_images=bool(first.images),
-        )
+        rewards.check(first, has_environment)
         for entry in parse_rewards(spec, field):
             if entry.fn == "reward_model":
                 load_extra("check_reward_model")(task.messages(first), **entry.options)

@@ -325,6 +325,13 @@ class Task(ABC):
             f"{type(self).__name__} has no scorer: define score, or use WithRewards."
         )
 
+    def check_problem(self, problem: Problem) -> None:  # noqa: B027  # most scorers need nothing
+        """Refuse a problem without the columns that its scorer or environment needs.
+
+        Raises:
+            ValueError: a column is missing.
+        """
+
     def next_turn(self, problem: Problem, responses: Sequence[str]) -> str | None:
         """Return a further user message after the policy's latest turn, or None to end the dialog."""
         return None
@@ -426,6 +433,9 @@ class DelegatingTask(Task):
 
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:
         return self.task_of(problem).score(problem, responses)
+
+    def check_problem(self, problem: Problem) -> None:
+        self.task_of(problem).check_problem(problem)
 
     def demonstration(self, problem: Problem) -> list[Message]:
         return self.task_of(problem).demonstration(problem)

@@ -244,6 +244,13 @@ class WithEnvironment(WrappedTask):
         for problem in problems:
             self.kind_of(problem).arguments(self._columns(problem))
 
+    def check_problem(self, problem: Problem) -> None:
+        self.check([problem])
+        if self.rewards is not None:
+            self.rewards.check(problem, has_environment=True)
+        if self.judged:
+            super().check_problem(problem)
+
     def _columns(self, problem: Problem) -> dict[str, Any]:
         return {
             name: value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,6 +25,7 @@ from torchrl_grpo.rewards.spec import (
 from torchrl_grpo.tasks.base import (
     Dialog,
     Message,
+    Problem,
     Score,
     Task,
     Turn,
@@ -72,26 +73,19 @@ class Rewards:
         self.prompt_column = prompt_column
         self.asynchronous = any(function.asynchronous for function in functions)
 
-    def check(
-        self,
-        columns: Collection[str],
-        has_answer: bool = True,
-        has_environment: bool = False,
-        has_images: bool = False,
-    ) -> None:
-        """Refuse functions with an argument that is neither a column nor built-in.
+    def check(self, problem: Problem, has_environment: bool = False) -> None:
+        """Refuse functions with an argument that is neither a column of a problem nor built-in.
 
         Args:
-            columns: columns of the data.
-            has_answer: whether its problems have an answer.
+            problem: the problem.
             has_environment: whether environments play its dialogs.
-            has_images: whether its problems have images.
 
         Raises:
             ValueError: there is one.
         """
+        has_answer, has_images = problem.answer is not None, bool(problem.images)
         for function in self.functions:
-            function.check(columns, has_answer, has_environment, has_images)
+            function.check(problem.extra, has_answer, has_environment, has_images)
 
     def __call__(self, dialog: Dialog) -> Score:
         """Return the score of a dialog.
@@ -233,6 +227,10 @@ class WithRewards(WrappedTask):
         self.at_a_time = task.at_a_time if task.is_stateful else 1
         if rewards.asynchronous:
             self.at_a_time = max(_AT_A_TIME, self.at_a_time)
+
+    def check_problem(self, problem: Problem) -> None:
+        self.rewards.check(problem)
+        super().check_problem(problem)
 
     def judge(self, dialog: Dialog) -> Score:
         return self.rewards(dialog)

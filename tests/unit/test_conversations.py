@@ -76,10 +76,10 @@ def test_results_come_back_as_tool_messages_and_the_last_turn_is_scored(
     last = respond(
         env, second, [[*encode(query), END], [*encode(texts[0]), END], [], [*encode("x"), END]]
     )
-    transcripts = [state.transcripts for state in env.states]
-    assert transcripts[0] == {0: f"{texts[0]}\n[tool] 5\n{query}"}
-    assert transcripts[2] == {0: query}
-    assert transcripts[3][0].splitlines() == [texts[3], "[tool] 2", "[tool] 8", "x"]
+    samples = [state.samples() for state in env.states]
+    assert [sample.text for sample in samples[0]] == [f"{texts[0]}\n[tool] 5\n{query}"]
+    assert [sample.text for sample in samples[2]] == [query]
+    assert samples[3][0].text.splitlines() == [texts[3], "[tool] 2", "[tool] 8", "x"]
     assert column(last, "correct") == [True, False, True, False]
     assert column(last, "terminated") == [True, False, True, True]
     assert column(last, "truncated") == [

@@ -23,9 +23,11 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance
 from torchrl_grpo.tasks.base import Dialog, Problem, Score, Turn
+from torchrl_grpo.tasks.conversations import WithRetry
+from torchrl_grpo.tasks.mixed import MixedTask
 from torchrl_grpo.tasks.seeds import SeedsTask
 from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
-from torchrl_grpo.tasks.with_rewards import make_rewards
+from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 
 TRL = "tests/support/trl_environments.py"
 
@@ -459,6 +461,29 @@ def test_a_class_that_cannot_play_is_refused_before_a_dialog(kind: type, message
         task.check(task.problems("train"))
 
 
+def hinted(response: str, hint: str) -> float:
+    return float(response == hint)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda scored, rewards: scored,
+        lambda scored, rewards: WithRetry(scored, "Again."),
+        lambda scored, rewards: MixedTask([scored, SeedsTask()], [1, 1], ["a", "b"]),
+        lambda scored, rewards: WithEnvironment(scored, {"": Kind(NoReward)}, judged=True),
+        lambda scored, rewards: WithEnvironment(SeedsTask(), {"": Kind(NoReward)}, rewards=rewards),
+    ],
+    ids=["rewards", "wrapped", "mixed", "judged", "environment"],
+)
+def test_a_problem_without_a_column_of_its_reward_is_refused(wrap: Any) -> None:
+    rewards = make_rewards({"fn": hinted, "name": "hinted"})
+    task = wrap(WithRewards(SeedsTask(), rewards), rewards)
+    task.check_problem(Problem("?", None, {"hint": "7"}, dataset="a"))
+    with pytest.raises(ValueError, match="reward hinted needs hint"):
+        task.check_problem(Problem("?", None, {"solution": "7"}, dataset="a"))
+
+
 def test_what_reset_and_step_return_is_checked() -> None:
     class Silent(games.Game):
         def reset(self, seed: int) -> None:  # type: ignore[override]
@@ -528,9 +553,9 @@ def test_functions_of_environments_are_told_by_their_arguments() -> None:
         return float(len(environments) == 1 and environments[0].reward and response == "Done.")
 
     rewards = make_rewards({"fn": own, "name": "own"})
-    rewards.check({"seed"}, has_environment=True)
+    rewards.check(Problem("", "", {"seed": 1}), has_environment=True)
     with pytest.raises(ValueError, match="reward own needs environments"):
-        rewards.check({"seed"})
+        rewards.check(Problem("", "", {"seed": 1}))
     task = WithEnvironment(SeedsTask(4), {"": Kind(trl_environments.WordleEnv)}, rewards=rewards)
     started = Play(task, problem(task))
     started.turn(call("guess", guess="[house]"))

@@ -23,7 +23,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.envs.dialog_state import LOST, DialogState
+from torchrl_grpo.envs.dialog_state import DialogState
 from torchrl_grpo.generation.base import Completion, cut_off
 from torchrl_grpo.generation.policy import GenerationPolicy, generation_of
 from torchrl_grpo.generation.stops import completed_at, token_bytes
@@ -548,48 +548,23 @@ def _trajectories(
             trajectory.set(keys.REWARD_ERROR, NonTensorData(state.outcome.error))
     if all(len(row) == 1 for row in turns):
         return rows
-    parts = zip(rows, turns, states, strict=True)
-    if any(len(set(state.turn_samples)) > 1 or LOST in state.turn_samples for state in states):
-        return [part for number, row in enumerate(parts) for part in _split(number, *row)]
-    for trajectory, row, state in parts:
-        text = next(iter(state.transcripts.values()))
-        trajectory.update(_merge(row, state.turn_rewards).set(keys.RESPONSE_TEXT, text))
-    return rows
-
-
-def _split(
-    number: int,
-    trajectory: TensorDictBase,
-    turns: list[TensorDictBase],
-    state: DialogState,
-) -> list[TensorDictBase]:
-    """Return the samples of row ``number``, without the turns that belong to no sample. If there
-    are only such turns, the row becomes the last one of them, and is invalid.
-    """
-    of_sample: dict[int, list[int]] = {}
-    for turn, sample in enumerate(state.turn_samples or [0]):  # empty if the row's opening failed
-        of_sample[sample] = [*of_sample.get(sample, ()), turn]
-    lost = of_sample.pop(LOST, [])
-    if not of_sample:
-        of_sample[LOST] = lost[-1:]
-    end = max(turn for sample_turns in of_sample.values() for turn in sample_turns)
-    if end < len(turns) - 1:  # the last turn has the reward, but is left out
-        rewarded = turns[end].clone(recurse=False).set(keys.REWARD, turns[-1].get(keys.REWARD))
-        turns = [*turns[:end], rewarded, *turns[end + 1 :]]
+    samples = [state.samples() for state in states]
+    several = any(len(of_dialog) > 1 for of_dialog in samples)
     out = []
-    for sample, sample_turns in sorted(of_sample.items(), key=lambda entry: entry[1][-1]):
-        merged = _merge(
-            [turns[turn] for turn in sample_turns],
-            [state.turn_rewards[turn] for turn in sample_turns if state.turn_rewards],
-        )
-        part = trajectory.clone(recurse=False).update(merged)
-        part.set(keys.RESPONSE_TEXT, state.transcripts[sample])
-        part.set(keys.TRAJECTORY, trajectory.get(keys.GROUP_ID) * _MOST_ROWS + number)
-        out.append(part)
-    valid = torch.stack([part.get(keys.REWARD_VALID) for part in (trajectory, *out)]).all(0)
-    for part in out:
-        part.set(keys.REWARD_VALID, valid)
-        part.set(keys.DONE, torch.tensor([part is out[-1]]))
+    for number, (trajectory, row, of_dialog) in enumerate(zip(rows, turns, samples, strict=True)):
+        end = of_dialog[-1].turns[-1]
+        # The last turn has the reward, but may belong to no sample.
+        row[end] = row[end].copy().set(keys.REWARD, row[-1].get(keys.REWARD))
+        valid = torch.stack([turn.get(("next", keys.REWARD_VALID)) for turn in row]).all(0)
+        trajectory.set(keys.REWARD_VALID, valid)
+        for sample in of_dialog:
+            part = _merge([row[turn] for turn in sample.turns], sample.rewards)
+            part = trajectory.copy().update(part).set(keys.RESPONSE_TEXT, sample.text)
+            if several:
+                part.set(keys.TRAJECTORY, trajectory.get(keys.GROUP_ID) * _MOST_ROWS + number)
+            if sample is not of_dialog[-1]:
+                part.set(keys.DONE, torch.tensor([False]))
+            out.append(part)
     return out
 
 
@@ -644,8 +619,4 @@ def _merge(turns: list[TensorDictBase], task_rewards: Sequence[float | None]) ->
     for key in (keys.KEPT, keys.KEPT_LOG_PROBS):
         if turns[0].get(key, None) is not None:
             merged[key] = torch.cat([turn.get(key) for turn in turns])
-    if turns[0].get(("next", keys.REWARD_VALID), None) is not None:
-        merged[keys.REWARD_VALID] = torch.stack(
-            [turn.get(("next", keys.REWARD_VALID)) for turn in turns]
-        ).all(0)
     return TensorDict(merged)

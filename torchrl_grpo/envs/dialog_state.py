@@ -60,6 +60,22 @@ class SampleState:
         return [*self.chat, *self.later]
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A training sample of a dialog that is over.
+
+    Attributes:
+        turns: indices of its turns in the dialog.
+        rewards: the task's reward of each of these turns; None for turns without a reward.
+        text: the messages after its first prompt. Those of other roles than the policy's begin with
+            ``[role]``.
+    """
+
+    turns: Sequence[int]
+    rewards: Sequence[float | None]
+    text: str
+
+
 @dataclass
 class DialogState:
     """A dialog in progress.
@@ -77,7 +93,7 @@ class DialogState:
         responses: text of each turn.
         turn_rewards: reward of each turn; None for turns without a reward.
         turn_samples: sample number of each turn.
-        samples: samples that have a turn, by number; the dialog may return to them.
+        by_number: samples that have a turn, by number; the dialog may return to them.
         outcome: reward, and how the dialog ended.
     """
 
@@ -90,7 +106,7 @@ class DialogState:
     responses: list[str] = field(default_factory=list)
     turn_rewards: list[float | None] = field(default_factory=list)
     turn_samples: list[int] = field(default_factory=list)
-    samples: dict[int, SampleState] = field(default_factory=dict)
+    by_number: dict[int, SampleState] = field(default_factory=dict)
     outcome: Outcome = field(default_factory=Outcome)
     _before: SampleState | None = None  # the current sample before the latest turn
 
@@ -108,16 +124,16 @@ class DialogState:
         """Append the policy's turn to the current sample, and set its tokens to ``tokens``."""
         later = [*self.current.later, dialog.messages[-1]]
         self.current = replace(self.current, later=later, tokens=tokens, turn_tokens=dialog.tokens)
-        self.samples[self.current.number] = self.current
+        self.by_number[self.current.number] = self.current
         self.responses.append(dialog.responses[-1])
         self.turn_rewards.append(None)
         self.turn_samples.append(self.current.number)
 
     def undo_turn(self) -> None:
         """Remove the latest turn, which was not delivered, from its sample."""
-        self.samples.pop(self.current.number, None)
+        self.by_number.pop(self.current.number, None)
         if self._before is not None:
-            self.samples[self.current.number] = self._before
+            self.by_number[self.current.number] = self._before
         self.turn_samples[-1] = LOST
         self.current = SampleState(LOST, self.current.chat)
 
@@ -137,7 +153,7 @@ class DialogState:
             prompt: all tokens of the sample, including the reply.
             limits: limits of the next turn.
         """
-        self._before = sample = self.samples.pop(number, None)
+        self._before = sample = self.by_number.pop(number, None)
         if sample is None:
             self.current = SampleState(number, messages, images=images_of(prompt))
         else:
@@ -162,15 +178,27 @@ class DialogState:
         self.outcome.truncated = truncated
         self.outcome.terminated = not truncated
 
-    @property
-    def transcripts(self) -> dict[int, str]:
-        """The messages of each sample after its first prompt as text, by sample number. Those of
-        other roles begin with ``[role]``.
+    def samples(self) -> list[Sample]:
+        """Return the training samples in the order in which they ended, without the turns that
+        belong to no sample. If there are only such turns, the last one is a sample.
         """
+        turns: dict[int, list[int]] = {}
+        # A dialog without an opening has a first transition too.
+        for turn, number in enumerate(self.turn_samples or [0]):
+            turns.setdefault(number, []).append(turn)
+        lost = turns.pop(LOST, [])
+        turns = turns or {LOST: lost[-1:]}
+        states = {self.current.number: self.current, **self.by_number}
+        return [
+            Sample(
+                of_sample,
+                [self.turn_rewards[turn] for turn in of_sample if self.turn_rewards],
+                "\n".join(map(_line, states[number].later)),
+            )
+            for number, of_sample in sorted(turns.items(), key=lambda entry: entry[1][-1])
+        ]
 
-        def line(message: Message) -> str:
-            text = text_of(message["content"])
-            return text if message["role"] in ("assistant", "") else f"[{message['role']}] {text}"
 
-        samples = {self.current.number: self.current, **self.samples}
-        return {number: "\n".join(map(line, sample.later)) for number, sample in samples.items()}
+def _line(message: Message) -> str:
+    text = text_of(message["content"])
+    return text if message["role"] in ("assistant", "") else f"[{message['role']}] {text}"

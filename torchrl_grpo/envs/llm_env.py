@@ -590,7 +590,7 @@ class LLMEnv(EnvBase):
         """Return all tokens of the sample that a reply continues or begins; None if it has no room
         for them.
         """
-        sample = state.samples.get(turn.sample)
+        sample = state.by_number.get(turn.sample)
         if sample is None or sample.tokens is None:
             return self._if_fits(self._first_prompt(turn))
         return self._append_reply(

@@ -71,7 +71,12 @@ def play(
     """
     version = queue.buffer.version
     reports = [
-        GroupReport(one.group, version, varied(one.group), outcomes(one.index))
+        GroupReport(
+            one.group,
+            version,
+            varied(one.group),
+            tuple((one.index, correct) for correct in outcomes(one.index)),
+        )
         for one in progress.task.drawn
     ]
     report = RolloutReport(

@@ -91,7 +91,7 @@ def test_state_resumes_in_the_middle_of_an_epoch(tokenizer):
         assert torch.equal(again["group_id"], data["group_id"])
 
 
-def test_assigned_groups_are_those_that_a_reset_would_have_drawn(tokenizer):
+def test_groups_drawn_elsewhere_are_those_that_a_reset_would_draw(tokenizer):
     env, other = (LLMEnv(EchoTask(5), tokenizer, num_envs=6, repeats=2, seed=3) for _ in range(2))
     for _ in range(9):  # into the second epoch
         other.drawing.draw()
@@ -102,8 +102,7 @@ def test_assigned_groups_are_those_that_a_reset_would_have_drawn(tokenizer):
     player = LLMEnv(EchoTask(5), tokenizer, num_envs=2, repeats=2, seed=8).with_rows(6)
     drawn = [other.drawing.draw() for _ in range(3)]
     for _ in range(2):  # groups that were played may be played again
-        player.assign(drawn)
-        again = player.reset()
+        again = player.reset(drawn=drawn)
         assert again["query"] == expected["query"]
         for key in ("group_id", "done", "correct"):
             assert torch.equal(again[key], expected[key]), key
@@ -112,8 +111,8 @@ def test_assigned_groups_are_those_that_a_reset_would_have_drawn(tokenizer):
         ):
             assert torch.equal(row["prompt"], other_row["prompt"])
     assert expected["group_id"].squeeze(-1).tolist() == [9, 9, 10, 10, 11, 11]
-    with pytest.raises(ValueError, match=r"assign\(\) needs 3 groups, .* 2"):
-        player.assign(drawn[:2])
+    with pytest.raises(ValueError, match=r"reset\(drawn=\) needs 3 groups, .* 2"):
+        player.reset(drawn=drawn[:2])
 
 
 def test_an_env_of_other_rows_shares_problems_and_has_dialogs_of_its_own(tokenizer):
@@ -121,8 +120,7 @@ def test_an_env_of_other_rows_shares_problems_and_has_dialogs_of_its_own(tokeniz
     before = env.reset()["query"]
     small, large = env.with_rows(2), env.with_rows(4)
     assert large.batch_size == (4,) and large.prompts is small.prompts is env.prompts
-    large.assign([env.drawing.draw() for _ in range(2)])
-    data = large.reset()
+    data = large.reset(drawn=[env.drawing.draw() for _ in range(2)])
     respond(large, data, [[END]] * 4)
     assert large.specs.shape == data.shape == (4,)
     assert [dialog.problem.query for dialog in env.dialogs] == before

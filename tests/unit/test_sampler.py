@@ -144,9 +144,11 @@ def test_a_report_says_what_the_valid_rewards_of_a_group_say(
     letters = [tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in answers]
     engine = ScriptedEngine(lambda prompt, copy: ([*letters[copy], END], "stop"))
     env = LLMEnv(RuleTask(), tokenizer, num_envs=2, repeats=2)
-    report, _ = make_sampler(engine, env, 1).play(RolloutTask((env.drawing.draw(),)))
+    drawn = env.drawing.draw()
+    report, _ = make_sampler(engine, env, 1).play(RolloutTask((drawn,)))
     [group] = report.groups
-    assert (group.varied, group.outcomes) == (varied, outcomes)
+    assert all(index == drawn.index for index, _ in group.outcomes)
+    assert (group.varied, [correct for _, correct in group.outcomes]) == (varied, [*outcomes])
 
 
 @pytest.mark.parametrize(

@@ -278,23 +278,21 @@ class RolloutCollector(BaseCollector):
                     "the collector has been shut down and cannot play: build a new one."
                 )
             self.last = RolloutCounts()
-            if drawn:
-                self.base_env.assign(drawn)
             rows = self.base_env.batch_size[0]
-            sequences = list(self._play())
+            sequences = list(self._play(drawn))
             played = rows
             while not drawn and played < self.requested_frames_per_batch:
-                sequences.extend(self._play())
+                sequences.extend(self._play(()))
                 played += rows
             self._frames += played
             return lazy_stack(sequences)
 
-    def _play(self) -> Iterable[TensorDictBase]:
+    def _play(self, drawn: Sequence[Drawn]) -> Iterable[TensorDictBase]:
         """Reset the environment and play until all rows are done. Return one TensorDict per sample
         of each row.
         """
         start = time.perf_counter()
-        data = self.env.reset()
+        data = self.env.reset(drawn=drawn)
         self.last.env_seconds += time.perf_counter() - start
         turns: list[list[TensorDictBase]] = [[] for _ in range(data.batch_size[0])]
         active = list(range(len(turns)))  # rows whose opening failed have a first transition too

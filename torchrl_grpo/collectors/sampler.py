@@ -52,13 +52,14 @@ class GroupReport:
         group: id of the group.
         version: version of the oldest weights that sampled any of its tokens.
         varied: whether its valid rewards differ, that is, whether it has a learning signal.
-        outcomes: whether each response with a valid reward is correct.
+        outcomes: for each response with a valid reward, for ``Drawing.record``: the problem's index,
+            and whether the response is correct.
     """
 
     group: int
     version: int
     varied: bool = True
-    outcomes: tuple[bool, ...] = ()
+    outcomes: tuple[tuple[int, bool], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class Sampler:
             for drawn in task.drawn:
                 write(drawn, groups[drawn.group])
         report = RolloutReport(
-            groups=tuple(_report(number, group) for number, group in groups.items()),
+            groups=tuple(_report(drawn, groups[drawn.group]) for drawn in task.drawn),
             generate_s=generate_s,
             env_s=env_s,
             engine=None if self.overlapping else self.state_dict(),
@@ -295,13 +296,13 @@ class Sampler:
             self.reward_pool.close()
 
 
-def _report(number: int, rows: Sequence[TensorDictBase]) -> GroupReport:
+def _report(drawn: Drawn, rows: Sequence[TensorDictBase]) -> GroupReport:
     valid = [row for row in rows if _is_valid(row) and _ends(row)]
     return GroupReport(
-        group=number,
+        group=drawn.group,
         version=min(int(row.get(keys.POLICY_VERSION)) for row in rows),
         varied=has_variance(rows),
-        outcomes=tuple(bool(row.get(keys.CORRECT)) for row in valid),
+        outcomes=tuple((drawn.index, bool(row.get(keys.CORRECT))) for row in valid),
     )
 
 

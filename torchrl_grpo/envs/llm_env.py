@@ -50,8 +50,8 @@ _OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
 class LLMEnv(EnvBase):
     """Environment that draws problems, returns their prompts as tokens, and scores responses.
 
-    ``reset`` draws ``num_envs / repeats`` problems, or plays the groups from ``assign``. Each
-    problem fills ``repeats`` adjacent rows that share a ``group_id``. Each epoch goes through the
+    ``reset`` draws ``num_envs / repeats`` problems, or plays the groups in ``reset(drawn=groups)``.
+    Each problem fills ``repeats`` adjacent rows that share a ``group_id``. Each epoch goes through the
     split once, in an order set by ``seed``. ``step`` reads ``("tokens", "response")`` (ragged) and
     ``"length_stopped"`` (without it, a response that does not end with the tokenizer's
     ``eos_token`` counts as cut off). A row that is done ignores further responses and repeats its
@@ -160,7 +160,6 @@ class LLMEnv(EnvBase):
                 self._template.text([tool_message("@", "@")])
         self._set_seed(seed)
         self._rows: list[DialogState] = []
-        self._assigned: list[Drawn] = []
         # State of the group drawn last, for rows that are reset one by one.
         self._copies: list[Drawn] = []
         self._received: dict[int, tuple[Dialog, Future[Turn | Failure]]] = {}
@@ -180,15 +179,13 @@ class LLMEnv(EnvBase):
         """Return an environment with this many rows that shares problems, prompts and reward
         workers with this one, but has its own dialogs.
 
-        It does not draw problems: call ``assign`` before each ``reset``.
+        Let this one draw for it: ``reset(drawn=groups)``.
         """
         check_multiple("num_envs", num_envs, self.repeats, f"repeats={self.repeats}, at least 1")
         new = object.__new__(type(self))
         EnvBase.__init__(new, batch_size=(num_envs,), device=self.device)
         shared = {name: value for name, value in self.__dict__.items() if name not in new.__dict__}
-        new.__dict__.update(
-            shared, _rows=[], _assigned=[], _received={}, latest={}, counts=Counter()
-        )
+        new.__dict__.update(shared, _rows=[], _received={}, latest={}, counts=Counter())
         new._set_specs()
         return new
 
@@ -223,25 +220,22 @@ class LLMEnv(EnvBase):
 
     # Transitions
 
-    def assign(self, drawn: Sequence[Drawn]) -> None:
-        """Make the next ``reset`` play these groups, one for each ``repeats`` rows, instead of
-        drawing.
-        """
-        if len(drawn) * self.repeats != self.batch_size[0]:
-            raise ValueError(
-                f"assign() needs {self.batch_size[0] // self.repeats} groups, but got {len(drawn)}."
-            )
-        self._assigned = list(drawn)
-
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+    def _reset(
+        self,
+        tensordict: TensorDictBase | None = None,
+        *,
+        drawn: Sequence[Drawn] = (),
+        **kwargs: Any,
+    ) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
         if mask is None or bool(mask.all()) or not self._rows:
             # A full reset keeps groups whole and adjacent, regardless of earlier partial resets.
             self._copies = []
             groups = self.batch_size[0] // self.repeats
-            drawn = self._assigned or [self.drawing.draw() for _ in range(groups)]
-            self._draws = not self._assigned
-            self._assigned = []
+            if drawn and len(drawn) != groups:
+                raise ValueError(f"reset(drawn=) needs {groups} groups, but got {len(drawn)}.")
+            self._draws = not drawn
+            drawn = drawn or [self.drawing.draw() for _ in range(groups)]
             self._end_episodes(self._rows)
             self._rows = [
                 self._begin(group, member) for group in drawn for member in range(self.repeats)

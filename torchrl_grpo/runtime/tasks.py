@@ -188,19 +188,16 @@ class TaskQueue:
 
     def _release(self, progress: Progress, group: GroupReport) -> None:
         self.buffer.withdraw(group.group)
-        self._leave(progress, group.group)
-        self._record(progress, group)
+        self._leave(progress, group)
         self._released_s.update(_seconds(progress))
         if not progress.left:
             self._progress.remove(progress)
 
-    def _leave(self, progress: Progress, group: int) -> None:
-        progress.left.discard(group)
+    def _leave(self, progress: Progress, group: GroupReport) -> None:
+        """Remove a group that is trained or dropped from its task, and record its outcomes."""
+        progress.left.discard(group.group)
         self._left -= 1
-
-    def _record(self, progress: Progress, group: GroupReport) -> None:
-        index = next(drawn.index for drawn in progress.task.drawn if drawn.group == group.group)
-        self._drawing.record((index, correct) for correct in group.outcomes)
+        self._drawing.record(group.outcomes)
 
     def finish(self, progress: Progress) -> None:
         """Mark the groups of a task as ready for a batch."""
@@ -216,9 +213,8 @@ class TaskQueue:
         batch = self.buffer.take()
         if batch is None:
             return None
-        for number, (progress, group, _) in batch:
-            self._leave(progress, number)
-            self._record(progress, group)
+        for _, (progress, group, _) in batch:
+            self._leave(progress, group)
         self._progress = [progress for progress in self._progress if progress.left]
         metrics = self._metrics([progress for _, (progress, *_) in batch])
         return [(number, ref) for number, (*_, ref) in batch], metrics

@@ -341,7 +341,7 @@ class RolloutCollector(BaseCollector):
 
     def _cut(self, row: int, done: Completion) -> Completion:
         """Cut a row's response to the limits of the turn, before it is recorded."""
-        limits = self.base_env.limits(row)
+        limits = self.base_env.states[row].limits
         end = None
         if limits.stop:
             end = completed_at(limits.stop, done.tokens.tolist(), self._token_bytes)

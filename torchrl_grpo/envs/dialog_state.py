@@ -162,6 +162,17 @@ class DialogState:
         self.limits = limits
         self.prompt_tokens = len(prompt)
 
+    def reopen(self, later: Sequence[Message]) -> None:
+        """Continue a dialog of one sample without the task's answer to the latest turn.
+
+        Args:
+            later: all messages after the first prompt.
+        """
+        self.current = SampleState(0, self.current.chat, later)
+        self.by_number.clear()
+        self.turn_rewards[-1] = None  # it came with the task's answer
+        self.outcome = Outcome()
+
     def score(self, score: Score, *, truncated: bool) -> None:
         """End the dialog with a score."""
         self.outcome = Outcome(score.reward, score.correct, dict(score.parts), score.feedback)

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,10 +20,10 @@ from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
-from torchrl_grpo.chat.template import TurnTemplate
 from torchrl_grpo.checks import check_multiple
 from torchrl_grpo.envs.dialog_state import DialogState, Outcome, SampleState
-from torchrl_grpo.envs.prompts import USER, Prompts
+from torchrl_grpo.envs.prompts import Prompts
+from torchrl_grpo.envs.replies import Replies
 from torchrl_grpo.envs.specs import transition_specs
 from torchrl_grpo.host.progress import scoring
 from torchrl_grpo.images import (
@@ -32,18 +31,14 @@ from torchrl_grpo.images import (
     Spans,
     images_in,
     images_of,
-    text_tokens,
     tokens_of,
 )
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance
-from torchrl_grpo.tasks.base import Dialog, Message, Split, Task, Turn, TurnLimits, attempt
+from torchrl_grpo.tasks.base import Dialog, Split, Task, Turn, attempt
 from torchrl_grpo.tasks.drawing import Drawing, Drawn
-from torchrl_grpo.tools.toolbox import prefill_of, tool_message
 
-_PREFILL_TOKENS = 32
 _UNREADABLE = "error: the result has an image, which cannot be read here"
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 _OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
 
 
@@ -137,7 +132,6 @@ class LLMEnv(EnvBase):
         self.tokenizer = tokenizer
         self.repeats = repeats
         self._split = split
-        self.max_dialog_tokens = max_dialog_tokens or max_prompt_tokens
         self.max_turns = max_turns
         self.reward_pool = reward_pool
         self.template_arguments = dict(template_arguments or {})
@@ -149,15 +143,20 @@ class LLMEnv(EnvBase):
         problems = self.prompts.problems  # further test sets come last
         self._has_datasets = bool(problems[0].dataset or problems[-1].dataset)
         self.counts: Counter[str] = Counter()
-        self._template = TurnTemplate(tokenizer, self.template_arguments)
+        self.replies = Replies(
+            self.prompts,
+            tokenizer,
+            self.template_arguments,
+            max_dialog_tokens or max_prompt_tokens,
+        )
         # Shared by all environments of the task.
         self._logged_failures: set[tuple[Any, ...]] = vars(task).setdefault(
             "_logged_failures", set()
         )
         if max_turns > 1:  # fails early if the template cannot render a further turn
-            self.check_role("user")
+            self.replies.check_role("user")
             if task.tools:
-                self._template.text([tool_message("@", "@")])
+                self.replies.check_role("tool")
         self._set_seed(seed)
         self._rows: list[DialogState] = []
         # State of the group drawn last, for rows that are reset one by one.
@@ -295,8 +294,8 @@ class LLMEnv(EnvBase):
                 row.current.chat,
                 last=False,
                 episode=row.episode,
-                takes_tools=self._takes_tools,
-                image_roles=self._image_roles,
+                takes_tools=self.replies.takes_tools,
+                image_roles=self.replies.image_roles,
             )
             for row in rows
         ]
@@ -310,61 +309,15 @@ class LLMEnv(EnvBase):
                 self._invalidate(row, failure)
                 self._end_episodes([row])
 
-    @cached_property
-    def _takes_tools(self) -> bool:
-        """Return whether the chat template renders a task's tools."""
-        function = {"name": "probe", "description": "?", "parameters": _NO_PARAMETERS}
-        tools = [{"type": "function", "function": function}]
-        try:
-            self.prompts.of_chat(USER, tools)
-        except ValueError:
-            return False
-        return True
-
-    @cached_property
-    def _image_roles(self) -> tuple[str, ...]:
-        """Return the roles in whose messages the model reads images."""
-        return tuple(role for role in ("user", "tool") if self.prompts.reads_images(role))
-
     def _accept_opening(self, row: DialogState, turn: Turn) -> Failure | None:
         """Accept a row's first prompt, or return why it is invalid."""
         self.counts.update(turn.counts)
         try:
-            if turn.messages is None:
-                raise ValueError("the dialog was over before its first prompt.")
-            prompt = self._first_prompt(turn)
-            most = self.max_dialog_tokens
-            if not len(prompt) or (most is not None and len(prompt) > most):
-                room = "" if most is None else f" to {most}"
-                raise ValueError(
-                    f"the first prompt of a dialog must have 1{room} tokens, but has {len(prompt)}."
-                )
+            row.prompt = self.replies.opening(turn)
         except (ValueError, RecursionError) as error:
             return Failure.of(error)
-        row.prompt = prompt
-        row.continue_with(0, list(turn.messages), prompt, turn.limits)
+        row.continue_with(0, turn.messages or (), row.prompt, turn.limits)
         return None
-
-    def _first_prompt(self, turn: Turn) -> Tensor | Prompt:
-        """Return the prompt of a whole chat or, if its only message has no role, of that message's
-        text, [T] int64 if it has no images.
-
-        Raises:
-            ValueError: the chat template rejects the chat.
-        """
-        messages = list(turn.messages or ())
-        if messages and not messages[0]["role"]:
-            return self._text_tokens(messages, add_special_tokens=True)
-        tools = self.task.tools if turn.tools is None else turn.tools
-        return self.prompts.of_chat(messages, tools)
-
-    def _text_tokens(self, messages: Sequence[Message], *, add_special_tokens: bool) -> Tensor:
-        """Return the tokens of a text without a template, [T] int64. Control tokens in the text
-        remain control tokens.
-        """
-        text = messages[0]["content"]
-        ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-        return torch.tensor(ids, dtype=torch.int64)
 
     def _end_episodes(self, rows: Sequence[DialogState]) -> None:
         """Close the finished dialogs of a stateful task, each once."""
@@ -393,10 +346,6 @@ class LLMEnv(EnvBase):
     def states(self) -> Sequence[DialogState]:
         """Dialog of each row, with its turns and its outcome."""
         return self._rows
-
-    def limits(self, row: int) -> TurnLimits:
-        """Return the limits of a row's next turn."""
-        return self._rows[row].limits
 
     def receive(
         self, row: int, response: Tensor, length_stopped: bool, log_probs: Tensor | None = None
@@ -491,16 +440,11 @@ class LLMEnv(EnvBase):
             finish_reason="length" if length_stopped else "stop",
             raw=self.tokenizer.decode(tokens) if self.task.tools or self.task.is_stateful else "",
             last=len(state.responses) + 1 >= self.max_turns,
-            prefill=self._prefill(state),
+            prefill=self.replies.prefill(self._prompt_of(state)),
             episode=state.episode,
             prompt_tokens=state.prompt_tokens,
             log_probs=token_log_probs,
         )
-
-    def _prefill(self, row: DialogState) -> str:
-        """Return the thought with which the chat template begins each turn of a row, if any."""
-        end = tokens_of(self._prompt_of(row))[-_PREFILL_TOKENS:]
-        return prefill_of(self.tokenizer.decode(end))
 
     def _advance(self, dialogs: Mapping[int, Dialog]) -> list[Turn | Failure]:
         """Return the task's answer to the latest turn of each dialog."""
@@ -544,7 +488,7 @@ class LLMEnv(EnvBase):
             state.score(turn.score, truncated=ended_by_limit)
             return None
         try:
-            prompt = self._with_reply(state, turn)
+            prompt = self.replies.after(state.by_number.get(turn.sample), turn)
         except (ValueError, RecursionError) as error:
             without_images = self._refuse_images(turn, error)
             if without_images is not None:
@@ -580,73 +524,10 @@ class LLMEnv(EnvBase):
         ]
         return replace(turn, messages=messages, counts={"tools/errors": len(refused)}, reward=None)
 
-    def _with_reply(self, state: DialogState, turn: Turn) -> Tensor | Prompt | None:
-        """Return all tokens of the sample that a reply continues or begins; None if it has no room
-        for them.
-        """
-        sample = state.by_number.get(turn.sample)
-        if sample is None or sample.tokens is None:
-            return self._if_fits(self._first_prompt(turn))
-        return self._append_reply(
-            sample.tokens, turn.messages or (), sample.turn_tokens, sample.images
-        )
-
-    def _append_reply(
-        self,
-        tokens: Tensor,
-        messages: Sequence[Message],
-        turn_tokens: Sequence[int],
-        images: Spans = (),
-    ) -> Tensor | Prompt | None:
-        """Return all tokens with messages after the latest turn; None if there is no room."""
-        reply: Tensor | Prompt
-        if messages and not messages[0]["role"]:
-            reply = self._text_tokens(messages, add_special_tokens=False)
-        else:
-            reply = self._template.tokens(messages, turn_tokens)
-            if images_in(messages):
-                reply = self.prompts.with_images(reply.tolist(), messages)
-        new = (replace(span, offset=len(tokens) + span.offset) for span in images_of(reply))
-        spans = (*images, *new)
-        whole = torch.cat([tokens, tokens_of(reply)])
-        return self._if_fits(Prompt(whole, spans) if spans else whole)
-
-    def _if_fits(self, prompt: Tensor | Prompt) -> Tensor | Prompt | None:
-        most = self.max_dialog_tokens
-        return prompt if most is None or len(prompt) <= most else None
-
     @property
     def dialogs(self) -> list[Dialog]:
         """Dialog of each row so far, including messages after the latest turn."""
         return [Dialog(row.problem, row.responses, row.current.messages) for row in self._rows]
-
-    def check_role(self, role: str) -> None:
-        """Raise ``ValueError`` if the chat template rejects messages of a role after the policy's
-        turn.
-        """
-        self._template.text([{"role": role, "content": "@"}])
-
-    def resume(self, row: int, messages: Sequence[Message], tokens: Tensor) -> Tensor | None:
-        """Continue after a row's latest turn, which ends ``tokens``, with messages that replace the
-        task's reply or score. Return all tokens; or return None and change nothing if the turn was
-        cut off or was the last one, or if there is no room.
-        """
-        dialog, state = self.latest[row], self._rows[row]
-        if dialog.last or dialog.finish_reason == "length":
-            return None
-        prompt = self._append_reply(tokens, messages, dialog.tokens)
-        longer = None if prompt is None else text_tokens(prompt)
-        if longer is not None:
-            chat = state.current.chat
-            later = [*dialog.messages[len(chat) :], *messages]
-            self._rows[row] = DialogState(
-                state.drawn,
-                SampleState(0, chat, later),
-                responses=state.responses,
-                turn_rewards=[*state.turn_rewards[:-1], None],  # it came with the task's answer
-                turn_samples=state.turn_samples,
-            )
-        return longer
 
     def note_outcomes(self) -> None:
         """Report the dialogs that ended in the latest step to ``drawing``, if this environment
@@ -659,10 +540,6 @@ class LLMEnv(EnvBase):
                 for state in states
                 if state.outcome.done and state.outcome.valid
             )
-
-    def finish(self, row: int, *, truncated: bool) -> None:
-        """End a row's dialog."""
-        self._rows[row].end(truncated=truncated)
 
     def _invalidate(self, row: DialogState, failure: Failure, *, truncated: bool = False) -> None:
         """End a dialog without a valid reward, and log each kind of failure once."""

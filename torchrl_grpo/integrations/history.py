@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
+from torch import Tensor
 from torchrl.data import Composite
 from torchrl.data.llm import History
 from torchrl.envs import Compose, EnvBase, Transform
 from torchrl.modules.llm.policies import ChatHistory
 
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.images import text_tokens
 from torchrl_grpo.keys import PROMPT, REWARD_PARTS, REWARD_VALID
 from torchrl_grpo.tasks.base import Message
 from torchrl_grpo.tools import tool_message
@@ -94,7 +96,7 @@ class HistoryTransforms(Compose):
                     f"2, but is {env.max_turns}: use max_turns=2 (env.max_turns=2)."
                 )
             if role is not None:
-                env.check_role(role)
+                env.replies.check_role(role)
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         """Add the history. The shape of the reward does not change."""
@@ -162,7 +164,7 @@ class HistoryTransforms(Compose):
             return self._ended.get(row, after) if before["done"] else after
         after.set("reward", after.get("reward").reshape(1))
         tokens = torch.cat([root.get(PROMPT), root.get(("tokens", "response"))])
-        longer = env.resume(row, messages, tokens) if messages else None
+        longer = self._resume(env, row, messages, tokens) if messages else None
         terminated, truncated = bool(before["terminated"]), bool(before["truncated"])
         if longer is not None:
             if before["done"] and after["done"] and torch.equal(before["reward"], after["reward"]):
@@ -175,13 +177,30 @@ class HistoryTransforms(Compose):
             truncated = bool(after["truncated"])
             terminated = not truncated
         if terminated or truncated:
-            env.finish(row, truncated=truncated)
+            env.states[row].end(truncated=truncated)
             self._ended[row] = after
         for name, value in zip(
             _FLAGS, (terminated or truncated, terminated, truncated), strict=True
         ):
             after.set(name, torch.tensor([value]))
         return after
+
+    @staticmethod
+    def _resume(
+        env: LLMEnv, row: int, messages: Sequence[Message], tokens: Tensor
+    ) -> Tensor | None:
+        """Continue after a row's latest turn, which ends ``tokens``, with messages that replace the
+        task's reply or score. Return all tokens; or return None and change nothing if the turn was
+        cut off or was the last one, or if there is no room.
+        """
+        dialog, state = env.latest[row], env.states[row]
+        if dialog.last or dialog.finish_reason == "length":
+            return None
+        prompt = env.replies.append(tokens, messages, dialog.tokens)
+        longer = None if prompt is None else text_tokens(prompt)
+        if longer is not None:
+            state.reopen([*dialog.messages[len(state.current.chat) :], *messages])
+        return longer
 
     @staticmethod
     def _unscore(env: LLMEnv, after: TensorDictBase) -> None:

@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,39 +77,6 @@ def composed(printed: str) -> GRPOConfig:
 def translated(folder: Path, name: str, text: str, devices: int | None = None) -> Translation:
     (folder / name).write_text(text)
     return translate(read(folder / name), name, devices)
-
-
-def trl(folder: Path, *lines: str, devices: int | None = None) -> dict[str, Any]:
-    text = "\n".join(("num_generations: 8", "per_device_train_batch_size: 8", *lines))
-    return translated(folder, "trl.yaml", text, devices).overrides
-
-
-def verl(folder: Path, *words: str) -> Translation:
-    text = " ".join(
-        (
-            "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 data.train_batch_size=8",
-            *words,
-        )
-    )
-    return translated(folder, "verl.sh", f"{text} actor_rollout_ref.actor.ppo_mini_batch_size=8")
-
-
-@pytest.mark.parametrize("name", peer_configs.PUBLISHED)
-def test_a_published_config_becomes_a_command_line_that_passes(name: str, tmp_path: Path) -> None:
-    printed = output_of(tmp_path, name, peer_configs.PUBLISHED[name])
-    config = composed(printed)
-    wanted = translated(tmp_path, name, peer_configs.PUBLISHED[name]).overrides
-    wanted = {key: value for key, value in wanted.items() if value != SET_ME}
-    values = {key: value for key, _, value in leaves(config)}
-    assert {
-        key: values[key]
-        for key in wanted
-        if key in values and key not in ("env.datasets", "env.reward")
-    } == {
-        key: value
-        for key, value in wanted.items()
-        if key in values and key not in ("env.datasets", "env.reward")
-    }
 
 
 EXPECTED: dict[str, tuple[int, int, int, str, dict[str, Any]]] = {
@@ -206,21 +174,24 @@ EXPECTED: dict[str, tuple[int, int, int, str, dict[str, Any]]] = {
 }
 
 
+def test_every_published_config_is_here() -> None:
+    assert set(EXPECTED) == set(peer_configs.PUBLISHED)
+
+
 @pytest.mark.parametrize("name", EXPECTED)
-def test_batches_count_sequences_whatever_the_file_counts(name: str, tmp_path: Path) -> None:
-    table = next(
-        part for part in vars(peer_configs).values() if isinstance(part, dict) and name in part
-    )
-    printed = output_of(tmp_path, name, table[name])
+def test_a_published_config_becomes_a_command_line_that_passes(name: str, tmp_path: Path) -> None:
+    """Whatever the file counts, batches are in sequences."""
+    text = peer_configs.PUBLISHED[name]
+    printed = output_of(tmp_path, name, text)
     config, (batch, step, group, script, some) = composed(printed), EXPECTED[name]
     values = {key: value for key, _, value in leaves(config)}
-    assert (config.dialog_turns_per_batch, config.optim_batch_size, config.env.repeats) == (
-        batch,
-        step,
-        group,
-    )
+    sizes = (config.dialog_turns_per_batch, config.optim_batch_size, config.env.repeats)
+    assert sizes == (batch, step, group)
     assert words_of(printed)[0] == f"sota/grpo/{script}"
     assert {key: values[key] for key in some} == some
+    for key, value in translated(tmp_path, name, text).overrides.items():
+        if key in values and value != SET_ME and key not in ("env.datasets", "env.reward"):
+            assert values[key] == value, key
 
 
 def test_what_is_so_anyway_is_what_our_config_says() -> None:
@@ -248,192 +219,263 @@ def test_each_key_of_ours_in_a_table_is_one_that_can_be_printed() -> None:
         assert conditions <= set(table.rows), name
 
 
-def test_a_batch_of_trl_is_per_device_times_accumulation_times_devices(tmp_path: Path) -> None:
-    ours = trl(
-        tmp_path, "gradient_accumulation_steps: 8", "max_steps: 100", "save_steps: 20", devices=2
-    )
-    assert (ours["env.num_envs"], ours["train.total_dialog_turns"]) == (8 * 8 * 2, 100 * 8 * 8 * 2)
-    assert ours["train.checkpoint_frequency"] == 20
-    ours = trl(
-        tmp_path, "steps_per_generation: 4", "num_iterations: 2", "max_steps: 80", "save_steps: 20"
-    )
-    assert (ours["env.num_envs"], ours["train.optim_batch_size"], ours["train.epochs"]) == (
-        32,
-        8,
-        2,
-    )
-    # 8 optimizer steps a batch: 80 steps are 10 batches, a checkpoint after each 20 is one after each 2 or 3
-    assert (ours["train.total_dialog_turns"], ours["train.checkpoint_frequency"]) == (320, 2)
+def trl(lines: str) -> str:
+    return f"num_generations: 8\nper_device_train_batch_size: 8\n{lines}"
 
 
-@pytest.mark.parametrize(
-    ("loss", "keys"),
-    [
-        ("grpo", {}),
-        ("dapo", {"policy.aggregation": "token_mean"}),
-        ("dr_grpo", {"policy.aggregation": "constant"}),
-        ("sapo", {"policy.loss._target_": "torchrl_grpo.objectives.SAPOLoss"}),
-    ],
+def verl(words: str) -> str:
+    return (
+        "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 data.train_batch_size=8 "
+        f"{words} actor_rollout_ref.actor.ppo_mini_batch_size=8"
+    )
+
+
+def areal(settings: str) -> str:
+    return (
+        f"{{gconfig: {{n_samples: 4}}, train_dataset: {{path: d}}, actor: {{path: m, {settings}}}}}"
+    )
+
+
+def prime(lines: str) -> str:
+    return f"[orchestrator]\ngroup_size = 4\n{lines}\n"
+
+
+def script(trainer: str) -> str:
+    """Return a Python script of TRL."""
+    return f"NAME = 'a/b'\nloaded, _ = X.from_pretrained('a/b')\n{trainer}\n"
+
+
+FORMS = {
+    trl: "trl.yaml",
+    verl: "verl.sh",
+    areal: "areal.yaml",
+    prime: "rl.toml",
+    script: "train.py",
+}
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+FILES = "data.train_files=a/train.parquet data.val_files=a/test.parquet"
+CORRECTION = "algorithm.rollout_correction."
+LOSS = "policy.loss._target_"
+OURS = "torchrl_grpo.objectives."
+MASK = {"policy.behaviour_weight": "mask"}
+TRUNCATE = {"policy.behaviour_weight": "truncate"}
+LORA = "made = None\nif args.lora:\n    made = LoraConfig(r=4)\nGRPOTrainer('m', len, GRPOConfig(), peft_config="
+LORA_4 = {"train_model.lora.enabled": True, "train_model.lora.r": 4}
+LORA_OPEN = {"train_model.lora.enabled": SET_ME, "train_model.lora.r": 4}
+DISAGGREGATED = (
+    "[deployment]\ntype = 'multi_node'\nnum_train_nodes = 1\nnum_infer_replicas = 2\n"
+    "[inference.deployment]\ntype = 'disaggregated'\nprefill_nodes_per_replica = 4\n"
+    "num_prefill_replicas = 3\ndecode_nodes_per_replica = 2"
 )
-def test_a_loss_of_trl_has_our_aggregation(loss: str, keys: dict[str, Any], tmp_path: Path) -> None:
-    ours = trl(tmp_path, f"loss_type: {loss}", "beta: 0.04")
-    aggregations = {
-        key: ours[key] for key in ours if key in ("policy.aggregation", "policy.loss._target_")
-    }
-    assert (aggregations, ours["policy.kl_coef"]) == (keys, 0.04)
+
+# A file, and keys of ours with their values; None: not printed
+KEPT: list[tuple[Callable[[str], str], str, dict[str, Any]]] = [
+    # losses
+    (trl, "loss_type: grpo\nbeta: 0.04", {"policy.aggregation": None, LOSS: None, "policy.kl_coef": 0.04}),
+    (trl, "loss_type: dapo\nbeta: 0.04", {"policy.aggregation": "token_mean", LOSS: None, "policy.kl_coef": 0.04}),
+    (trl, "loss_type: dr_grpo", {"policy.aggregation": "constant", LOSS: None}),
+    (trl, "loss_type: sapo", {"policy.aggregation": None, LOSS: f"{OURS}SAPOLoss"}),
+    (trl, "loss_type: cispo\nepsilon_high: 5.0", {"policy.clip_epsilon": [1.0, 4.0], LOSS: f"{OURS}CISPOLoss"}),
+    (trl, "loss_type: vespo\nvespo_k_pos: 1.5", {LOSS: f"{OURS}VESPOLoss", "+policy.loss.k_positive": 1.5}),
+    (verl, f"{ACTOR}policy_loss.loss_mode=geo_mean", {LOSS: f"{OURS}GMPOLoss"}),
+    (verl, f"{ACTOR}policy_loss.loss_mode=cispo", {LOSS: f"{OURS}CISPOLoss"}),
+    (verl, f"{ACTOR}policy_loss.loss_mode=sapo {ACTOR}tau_pos=1.0 {ACTOR}tau_neg=1.2",
+     {LOSS: f"{OURS}SAPOLoss", "+policy.loss.tau_positive": 1.0, "+policy.loss.tau_negative": 1.2}),
+    (areal, "use_sapo_loss: true, sapo_tau_neg: 1.2",
+     {LOSS: f"{OURS}SAPOLoss", "+policy.loss.tau_positive": 1.0, "+policy.loss.tau_negative": 1.2}),
+    (verl, f"{ACTOR}policy_loss.loss_mode=clip_cov {ACTOR}policy_loss.clip_cov_ratio=0.001 "
+     f"{ACTOR}policy_loss.clip_cov_lb=2.0 {ACTOR}policy_loss.kl_cov_ratio=0.5",
+     {LOSS: f"{OURS}ClipCovLoss", "+policy.loss.covariance_share": 0.001, "+policy.loss.covariance_low": 2.0,
+      "+policy.loss.penalty": None, "policy.dual_clip": None}),
+    (verl, f"{ACTOR}policy_loss.loss_mode=kl_cov {ACTOR}policy_loss.kl_cov_ratio=0.5",  # 0.1 is verl's default
+     {LOSS: f"{OURS}KLCovLoss", "+policy.loss.covariance_share": 0.5, "+policy.loss.penalty": 0.1,
+      "+policy.loss.covariance_low": None}),
+    (trl, "epsilon: 10.0", {"policy.clip_epsilon": [1.0, 10.0]}),
+    (verl, f"{ACTOR}clip_ratio_low=10", {"policy.clip_epsilon": [1.0, 0.2]}),
+    # KL
+    (trl, "beta: 0.0", {"policy.kl_bias_correction": None}),
+    (trl, "beta: 0.1", {"policy.kl_bias_correction": True}),
+    (trl, "beta: 0.1\nuse_bias_correction_kl: false", {"policy.kl_bias_correction": None}),
+    (verl, f"{ACTOR}use_kl_loss=False", {"policy.kl_coef": 0.0}),
+    (verl, "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.02",
+     {"policy.kl_coef": 0.02, "policy.kl_in_reward": True}),
+    (verl, f"{ACTOR}use_kl_loss=True {ACTOR}kl_loss_coef=0.01 {ACTOR}kl_loss_type=low_var_kl",
+     {"policy.kl_coef": 0.01, "policy.kl_estimator": None, "policy.kl_in_reward": None}),
+    (verl, f"{ACTOR}use_kl_loss=True {ACTOR}kl_loss_type=kl", {"policy.kl_estimator": "k1"}),
+    (verl, f"{ACTOR}use_kl_loss=True {ACTOR}kl_loss_type=mse", {"policy.kl_estimator": "k2"}),
+    (prime, "[trainer.loss]\nkl_tau = 0.25",  # of a squared log-ratio, which is twice our k2
+     {"policy.kl_to_behaviour_coef": 0.5, "policy.kl_estimator": "k2"}),
+    (trl, "beta: 0.1\nsync_ref_model: true\nref_model_sync_steps: 4",
+     {"ref_model.decay": 0.4, "ref_model.refresh_every": 4}),
+    # corrections for the engine's probabilities and for stale tokens
+    (trl, "off_policy_mask_threshold: 0.5", {"+policy.rejection.off_policy": 0.5}),
+    (trl, "use_vllm: true\nvllm_importance_sampling_clip_min: 0.5", {"policy.behaviour_floor": 0.5}),
+    (verl, f"{CORRECTION}rollout_rs=seq_mean_k1,token_k3,seq_sum_k1 {CORRECTION}rollout_rs_threshold=0.5_4,0.1,2",
+     {"+policy.rejection.token_k3": 0.1, "+policy.rejection.sequence_ratio": [0.5, 2.0],
+      "+policy.rejection.geometric": [0.25, 2.0]}),
+    (areal, "use_decoupled_loss: true, rejection_sampling: {upper: 5.0}", MASK | {"policy.behaviour_cap": None}),
+    (areal, "use_decoupled_loss: true, rejection_sampling: {level: sequence, action: clamp, upper: 3.0}",
+     TRUNCATE | {"policy.behaviour_cap": 3.0, "policy.behaviour_level": None}),  # a geometric mean there
+    (areal, "use_decoupled_loss: true, behave_imp_weight_cap: 4.0", MASK | {"policy.behaviour_cap": 4.0}),
+    (areal, "use_decoupled_loss: true, behave_imp_weight_cap: 4.0, behave_imp_weight_mode: token_truncate",
+     TRUNCATE | {"policy.behaviour_cap": 4.0}),
+    (areal, "use_decoupled_loss: true, behave_imp_weight_mode: disabled, behave_imp_weight_cap: 4.0",
+     {"policy.behaviour_weight": None, "policy.behaviour_cap": None}),
+    (areal, "use_decoupled_loss: true, rejection_sampling: {metric: kl_k2, upper: 0.5}",
+     MASK | {"policy.behaviour_cap": 1e9}),
+    (areal, "use_decoupled_loss: true, rejection_sampling: {metric: kl_k2, action: clamp, upper: 0.5}",
+     TRUNCATE | {"policy.behaviour_cap": 0.5}),
+    (areal, "use_decoupled_loss: true, rejection_sampling: null", {"policy.behaviour_weight": None}),
+    (areal, "use_decoupled_loss: true, eps_clip: 0.2", {"policy.behaviour_weight": None}),
+    # entropy and advantages
+    (trl, "use_adaptive_entropy: true\nentropy_coef: 0.01\nentropy_coef_delta: 0.002\ntop_entropy_quantile: 0.2\n"
+     "entropy_coef_max: 0.5",
+     {"policy.top_entropy_quantile": 0.2, "policy.entropy_coef": 0.01, "policy.entropy_target": 0.2,  # TRL's default
+      "policy.entropy_coef_delta": 0.002, "policy.entropy_coef_max": 0.5, "policy.proximal": "recomputed"}),
+    (trl, "entropy_target: 0.5", {"policy.entropy_target": None}),
+    (verl, "algorithm.adv_estimator=opo",
+     {"policy.advantage_mean": "length_weighted", "policy.advantage_std": "none"}),
+    # sampling
+    (trl, "top_p: 0.9\ntop_k: 30", {"inference_model.top_k": 30, "inference_model.top_p": 0.9}),
+    (trl, "min_p: 0.1", {"inference_model.top_k": 100, "inference_model.min_p": 0.1}),
+    (trl, "top_p: 1.0\ntop_k: 0", {"inference_model.top_k": None, "inference_model.top_p": None}),
+    (verl, f"{FILES} {ROLLOUT}val_kwargs.n=4 {ROLLOUT}val_kwargs.top_p=0.7 {ROLLOUT}val_kwargs.top_k=20 "
+     f"{ROLLOUT}top_p=0.8 trainer.test_freq=5",
+     {"inference_model.top_k": 100, "inference_model.top_p": 0.8, "evaluation.top_k": 20, "evaluation.top_p": 0.7}),
+    (verl, f"{ROLLOUT}val_kwargs.top_p=0.7 {ROLLOUT}val_kwargs.n=1",  # nothing reads it
+     {"inference_model.top_k": None, "inference_model.top_p": None, "evaluation.top_p": None}),
+    # batches, steps, checkpoints
+    (trl, "steps_per_generation: 4\nnum_iterations: 2\nmax_steps: 80\nsave_steps: 20",
+     # 8 optimizer steps a batch: 80 steps are 10 batches, a checkpoint after each 20 is one after each 2 or 3
+     {"env.num_envs": 32, "train.optim_batch_size": 8, "train.epochs": 2, "train.total_dialog_turns": 320,
+      "train.checkpoint_frequency": 2}),
+    (trl, "dataset_name: a/b\nmax_steps: 200\nsave_steps: 0.05", {"train.checkpoint_frequency": 10}),
+    (trl, "dataset_name: a/b\nnum_train_epochs: 2\nsave_steps: 0.05", {"train.checkpoint_frequency": SET_ME}),
+    (trl, "save_strategy: epoch", {"train.checkpoint_frequency": SET_ME}),
+    (trl, "save_strategy: no", {"train.checkpoint_frequency": 0}),
+    (trl, "dataset_name: a/b\nmax_steps: 200\neval_strategy: steps\neval_steps: 0.1", {"evaluation.frequency": 20}),
+    (trl, "dataset_name: a/b\neval_strategy: steps\nlogging_steps: 5", {"evaluation.frequency": 5}),
+    (trl, "dataset_name: a/b\neval_strategy: epoch", {"evaluation.frequency": SET_ME}),
+    (trl, "dataset_name: a/b\nmax_steps: 200\nwarmup_ratio: 0.1", {"optimizer.warmup_steps": 20}),
+    (trl, "dataset_name: a/b\nmax_steps: 200\nwarmup_steps: 0.1", {"optimizer.warmup_steps": 20}),
+    (trl, "dataset_name: a/b\nnum_train_epochs: 2\nwarmup_ratio: 0.1", {"optimizer.warmup_steps": SET_ME}),
+    (areal, "a: 1}, saver: {freq_steps: 20}, evaluator: {freq_steps: 20",
+     {"train.checkpoint_frequency": 20, "evaluation.frequency": 20}),
+    (areal, "a: 1}, saver: {freq_epochs: 1}, evaluator: {freq_epochs: 1",
+     {"train.checkpoint_frequency": SET_ME, "evaluation.frequency": SET_ME}),
+    (areal, "a: 1}, saver: {freq_epochs: null}, evaluator: {freq_epochs: null",
+     {"train.checkpoint_frequency": 0, "evaluation.frequency": None}),
+    # devices
+    (prime, "", {"train_model.num_devices": None, "inference_model.num_devices": None}),
+    (prime, "[deployment]\nnum_train_gpus = 2\nnum_infer_gpus = 6",
+     {"train_model.num_devices": 2, "inference_model.num_devices": 6}),
+    (prime, "[deployment]\ntype = 'multi_node'\nnum_train_nodes = 2\nnum_infer_nodes = 3\nnum_infer_replicas = 4",
+     {"train_model.num_devices": 16, "inference_model.num_devices": 96}),
+    (prime, "[deployment]\ntype = 'multi_node'\nnum_train_nodes = 2\ngpus_per_node = 4\nnum_infer_nodes = 3",
+     {"train_model.num_devices": 8, "inference_model.num_devices": 12}),
+    (prime, "[deployment]\ntype = 'multi_node'\nnum_train_nodes = 2",
+     {"train_model.num_devices": 16, "inference_model.num_devices": SET_ME}),
+    (prime, DISAGGREGATED, {"train_model.num_devices": 8, "inference_model.num_devices": 2 * 14 * 8}),
+    (prime, "[deployment]\nnum_infer_gpus = 4\n[inference.vllm]\ntensor_parallel_size = 2\n"
+     "gpu_memory_utilization = 0.5\nmax_model_len = 4096\nenforce_eager = true",
+     {"inference_model.num_devices": 4, "inference_model.tensor_parallel_size": 2,
+      "inference_model.gpu_memory_utilization": 0.5, "inference_model.max_model_len": 4096,
+      "inference_model.enforce_eager": True}),
+    (areal, "backend: 'fsdp:d8'}, rollout: {backend: 'vllm:d2p1t2'",
+     {"train_model.num_devices": 8, "inference_model.num_devices": 4, "inference_model.tensor_parallel_size": 2}),
+    # models, adapters, data, rewards
+    (trl, "model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct\ndataset_name: openai/gsm8k",  # ours by default
+     {"model.name": "Qwen/Qwen2.5-0.5B-Instruct", "env.dataset": "gsm8k"}),
+    (verl, "actor_rollout_ref.model.path=$MODEL/x", {"model.name": SET_ME}),
+    (verl, "actor_rollout_ref.model.path=${HOME}/x", {"model.name": "$HOME/x"}),
+    (script, "GRPOTrainer(model='a/b', args=GRPOConfig())", {"model.name": "a/b"}),
+    (script, "GRPOTrainer(model=NAME, args=GRPOConfig())", {"model.name": "a/b"}),
+    (script, "GRPOTrainer(model=Auto.from_pretrained('a/b', dtype='auto'), args=GRPOConfig())", {"model.name": "a/b"}),
+    (script, "GRPOTrainer(model=loaded, args=GRPOConfig())", {"model.name": "a/b"}),
+    (script, "GRPOTrainer(model=get_peft_model(loaded, LoraConfig(r=4)), args=GRPOConfig())", {"model.name": "a/b"}),
+    (script, "GRPOTrainer(model=sys.argv[1], args=GRPOConfig())", {"model.name": SET_ME}),
+    (script, f"{LORA}LoraConfig(r=4))", LORA_4),
+    (script, f"{LORA}None)", {"train_model.lora.enabled": None, "train_model.lora.r": None}),
+    (script, f"{LORA}LoraConfig(r=4) if args.lora else None)", LORA_OPEN),
+    (script, f"{LORA}made)", LORA_OPEN),
+    (script, f"{LORA}get_peft_config(args))", LORA_OPEN),
+    (script, "GRPOTrainer('m', [], GRPOConfig(learning_rate=1e-6))", {"env.dataset": SET_ME, "env.reward": SET_ME}),
+    (verl, "data.train_files=[]", {"env.dataset": SET_ME, "env.reward": SET_ME}),
+    (script, "train = load_dataset('json', data_files='rows.jsonl', split='train').map(ask)\n"
+     "test = load_dataset('other/data', split='test')\n"
+     "GRPOTrainer('m', len, GRPOConfig(num_generations=8), train_dataset=train, eval_dataset=test)",
+     {"env.dataset": "rows.jsonl"}),
+    (script, "load_dataset('a', split='train')\nload_dataset('b', split='train')\nGRPOConfig(num_generations=8)",
+     {"env.dataset": SET_ME}),
+    (trl, "reward_funcs: [accuracy, cosine, accuracy_reward, mine.score]\nreward_weights: [1, 0.5, 1, 1]",
+     {"env.reward": ["open_r1.rewards:accuracy_reward", {"fn": SET_ME, "weight": 0.5},
+                     "trl.rewards:accuracy_reward", "mine:score"]}),
+    (verl, f"{ACTOR}megatron.param_offload=True", {"train_model.cpu_offload": True}),
+    (verl, "actor_rollout_ref.model.lora.rank=8 actor_rollout_ref.model.lora.alpha=16", {"train_model.lora.r": 8}),
+    (verl, f"{FILES} reward_model.enable=True reward_model.model.path=m",
+     {"env.reward": [{"fn": "reward_model", "model": "m"}]}),
+    (verl, f"{FILES} custom_reward_function.path=r.py custom_reward_function.reward_kwargs.scale=2",
+     {"env.reward": [{"fn": "r.py:compute_score", "scale": 2}]}),
+    (verl, "+data.apply_chat_template_kwargs.thinking=False", {"env.chat_template_kwargs": {"thinking": False}}),
+    (verl, "data.image_key=pictures", {"env.columns.images": "pictures"}),
+    (verl, f"+{ROLLOUT}engine_kwargs.vllm.kv_cache_dtype=fp8",
+     {"inference_model.engine_kwargs": {"kv_cache_dtype": "fp8"}}),
+    (verl, "trainer.experiment_name=a-${NAME} trainer.logger=wandb", {"logging.wandb.name": SET_ME}),
+    (prime, "[wandb]\nname = 'one'\nentity = 'us'\ngroup = 'seeds'\ntags = ['a', 'b']",
+     {"logging.wandb.mode": "online", "logging.wandb.name": "one", "logging.wandb.entity": "us",
+      "logging.wandb.group": "seeds", "logging.wandb.tags": ["a", "b"]}),
+    # teachers
+    (prime, "[orchestrator.algo]\ntype = 'opd'\nteacher = {name = 't', base_url = 'http://x:1/v1'}",
+     {"algo": "distill", "teacher.model": "t", "teacher.address": ["http://x:1/v1"]}),
+    (prime, "[orchestrator.algo]\ntype = 'opsd'\ndemo_key = 'd'",
+     {"algo": "distill", "teacher.model": "policy", "teacher.prompt": "solution", "env.columns.completion": "d"}),
+]  # fmt: skip
 
 
-def test_the_bound_of_cispo_is_that_of_the_ratio(tmp_path: Path) -> None:
-    ours = trl(tmp_path, "loss_type: cispo", "epsilon_high: 5.0")
-    assert ours["policy.clip_epsilon"] == [1.0, 4.0]
-    assert ours["policy.loss._target_"].endswith("CISPOLoss")
+@pytest.mark.parametrize(("form", "text", "ours"), KEPT)
+def test_settings_are_kept_or_to_be_set(
+    form: Callable[[str], str], text: str, ours: dict[str, Any], tmp_path: Path
+) -> None:
+    translation = translated(tmp_path, FORMS[form], form(text))
+    assert {key: translation.overrides.get(key) for key in ours} == ours
+    if any(key.startswith(("teacher", "ref_model")) for key in ours):
+        composed(report(translation, 100))
 
 
-def test_a_loss_without_counterpart_is_named(tmp_path: Path) -> None:
-    translation = translated(
-        tmp_path,
-        "trl.yaml",
-        "num_generations: 8\nloss_type: mystical\nrepetition_penalty: 2\nmystery: 1\n",
-    )
-    assert translation.lacks["loss_type"].startswith("mystical has no equivalent among grpo, dapo")
-    assert ("repetition_penalty" in translation.lacks, translation.unknown) == (True, ["mystery"])
+# A file, the kind of a note, the key that it is about, and how it begins
+NOTED: list[tuple[Callable[[str], str], str, str, str, str]] = [
+    (trl, "loss_type: mystical", "lacks", "loss_type", "mystical has no equivalent among grpo, dapo"),
+    (trl, "repetition_penalty: 2\nmystery: 1", "lacks", "repetition_penalty", ""),
+    (trl, "min_p: 0.1", "differs", "inference_model.min_p", ""),
+    (verl, f"{CORRECTION}rollout_rs=seq_max_k2 {CORRECTION}rollout_rs_threshold=3",
+     "lacks", "policy.rejection of seq_max_k2", ""),
+    (verl, f"algorithm.use_kl_in_reward=True {ACTOR}use_kl_loss=True",
+     "differs", "algorithm.use_kl_in_reward", "one KL"),
+    # gae is verl's default
+    (verl, "algorithm.adv_estimator=remax", "lacks", "algorithm.adv_estimator", "remax has no equivalent among grpo, "),
+    (verl, "", "lacks", "algorithm.adv_estimator", "gae has no equivalent among grpo, "),
+    (areal, "eps_clip: 0.0, m2_threshold: 0.04", "unset", "policy.clip_epsilon", "second moment"),
+    (script, "train = load_dataset('json', data_files='rows.jsonl', split='train').map(ask)\n"
+     "GRPOTrainer('m', len, GRPOConfig(num_generations=8), train_dataset=train)",
+     "lacks", "train_dataset", "the script changes the rows (map, filter, ...)"),
+    (script, "GKDTrainer('m', 't', args=GKDConfig())", "lacks", "lmbda",
+     "0.5 has no equivalent among 1, 0; our own default is used: a run "),
+    # several values where we have one
+    (areal, "a: 1}, train_dataset: {path: d, split: [train, extra]", "lacks", "train_dataset.split", ""),
+    (trl, "dataset_name: d\ndataset_train_split: [train, extra]", "lacks", "dataset_train_split", ""),
+    (script, "d = load_dataset('d', split=['train', 'test'])\nGRPOTrainer('m', len, GRPOConfig(), train_dataset=d)",
+     "lacks", "dataset_train_split", ""),
+    (trl, "learning_rate: [1e-6, 1e-5]", "lacks", "learning_rate", ""),
+]  # fmt: skip
 
 
-def test_the_kl_of_trl_is_told_apart_from_ours_only_where_there_is_one(tmp_path: Path) -> None:
-    texts = (
-        "beta: 0.0",
-        "beta: 0.1",
-        "beta: 0.1\nuse_bias_correction_kl: false",
-    )
-    translations = [
-        translated(tmp_path, "trl.yaml", f"num_generations: 8\n{text}\n").overrides
-        for text in texts
-    ]
-    got = [overrides.get("policy.kl_bias_correction") for overrides in translations]
-    assert got == [None, True, None]
-
-
-def test_masks_of_verl_trl_and_prime_rl_are_our_rejections(tmp_path: Path) -> None:
-    correction = "algorithm.rollout_correction."
-    words = f"{correction}rollout_rs=seq_mean_k1,token_k3,seq_sum_k1,seq_max_k2"
-    translation = verl(tmp_path, words, f"{correction}rollout_rs_threshold=0.5_4,0.1,2,3")
-    got = {key: value for key, value in translation.overrides.items() if "rejection" in key}
-    assert got == {
-        "+policy.rejection.token_k3": 0.1,
-        "+policy.rejection.sequence_ratio": [0.5, 2.0],
-        "+policy.rejection.geometric": [0.25, 2.0],
-    }
-    assert "policy.rejection of seq_max_k2" in translation.lacks
-    assert trl(tmp_path, "off_policy_mask_threshold: 0.5")["+policy.rejection.off_policy"] == 0.5
-    bounds = ("use_vllm: true", "vllm_importance_sampling_clip_min: 0.5")
-    assert trl(tmp_path, *bounds)["policy.behaviour_floor"] == 0.5
-
-
-def test_vespo_and_gmpo_are_our_losses(tmp_path: Path) -> None:
-    ours = trl(tmp_path, "loss_type: vespo", "vespo_k_pos: 1.5")
-    assert ours["policy.loss._target_"] == "torchrl_grpo.objectives.VESPOLoss"
-    assert ours["+policy.loss.k_positive"] == 1.5
-    overrides = verl(tmp_path, "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean").overrides
-    assert overrides["policy.loss._target_"] == "torchrl_grpo.objectives.GMPOLoss"
-
-
-def test_truncated_sampling_is_kept(tmp_path: Path) -> None:
-    def sampling(translation: Translation) -> dict[str, Any]:
-        names = ("top_k", "top_p", "min_p")
-        return {key: value for key, value in translation.overrides.items() if key.endswith(names)}
-
-    both = translated(tmp_path, "trl.yaml", "num_generations: 8\ntop_p: 0.9\ntop_k: 30\n")
-    assert sampling(both) == {"inference_model.top_k": 30, "inference_model.top_p": 0.9}
-    one = translated(tmp_path, "trl.yaml", "num_generations: 8\nmin_p: 0.1\n")
-    assert sampling(one) == {"inference_model.top_k": 100, "inference_model.min_p": 0.1}
-    assert "inference_model.min_p" in one.differs
-    none = translated(tmp_path, "trl.yaml", "num_generations: 8\ntop_p: 1.0\ntop_k: 0\n")
-    assert sampling(none) == {} and not none.lacks
-    rollout = "actor_rollout_ref.rollout."
-    tested = ("val_kwargs.n=4", "val_kwargs.top_p=0.7", "val_kwargs.top_k=20", "top_p=0.8")
-    files = "data.train_files=a/train.parquet data.val_files=a/test.parquet"
-    translation = verl(
-        tmp_path, files, *(f"{rollout}{word}" for word in tested), "trainer.test_freq=5"
-    )
-    assert sampling(translation) == {
-        "inference_model.top_k": 100,
-        "inference_model.top_p": 0.8,
-        "evaluation.top_k": 20,
-        "evaluation.top_p": 0.7,
-    }
-    once = verl(tmp_path, f"{rollout}val_kwargs.top_p=0.7", f"{rollout}val_kwargs.n=1")
-    assert sampling(once) == {}  # nothing reads it
-
-
-def test_entropies_of_trl_are_ours(tmp_path: Path) -> None:
-    words = ("use_adaptive_entropy: true", "entropy_coef: 0.01", "entropy_coef_delta: 0.002")
-    translation = trl(tmp_path, *words, "top_entropy_quantile: 0.2", "entropy_coef_max: 0.5")
-    got = {
-        key.removeprefix("policy."): value for key, value in translation.items() if "entropy" in key
-    }
-    assert got == {
-        "top_entropy_quantile": 0.2,
-        "entropy_coef": 0.01,
-        "entropy_target": 0.2,  # TRL's default
-        "entropy_coef_delta": 0.002,
-        "entropy_coef_max": 0.5,
-    }
-    assert translation["policy.proximal"] == "recomputed"
-    assert "policy.entropy_target" not in trl(tmp_path, "entropy_target: 0.5")
-
-
-def test_covariances_and_opo_of_verl_are_ours(tmp_path: Path) -> None:
-    loss = "actor_rollout_ref.actor.policy_loss."
-    words = ("clip_cov_ratio=0.001", "clip_cov_lb=2.0", "kl_cov_ratio=0.5")
-    translation = verl(tmp_path, f"{loss}loss_mode=clip_cov", *(f"{loss}{word}" for word in words))
-    got = {key: value for key, value in translation.overrides.items() if "policy.loss." in key}
-    assert got == {
-        "policy.loss._target_": "torchrl_grpo.objectives.ClipCovLoss",
-        "+policy.loss.covariance_share": 0.001,
-        "+policy.loss.covariance_low": 2.0,
-    }
-    assert "policy.dual_clip" not in translation.overrides
-    translation = verl(tmp_path, f"{loss}loss_mode=kl_cov", *(f"{loss}{word}" for word in words))
-    got = {key: value for key, value in translation.overrides.items() if "policy.loss." in key}
-    assert got == {
-        "policy.loss._target_": "torchrl_grpo.objectives.KLCovLoss",
-        "+policy.loss.covariance_share": 0.5,
-        "+policy.loss.penalty": 0.1,  # verl's default
-    }
-    translation = verl(tmp_path, "algorithm.adv_estimator=opo")
-    assert translation.overrides["policy.advantage_mean"] == "length_weighted"
-    assert translation.overrides["policy.advantage_std"] == "none"
-
-
-@pytest.mark.parametrize(
-    ("type_", "estimator"), [("low_var_kl", "k3"), ("kl", "k1"), ("mse", "k2")]
-)
-def test_estimators_of_verl_have_our_names(type_: str, estimator: str, tmp_path: Path) -> None:
-    actor = "actor_rollout_ref.actor."
-    translation = verl(
-        tmp_path, f"{actor}use_kl_loss=True {actor}kl_loss_coef=0.01 {actor}kl_loss_type={type_}"
-    )
-    config = compose_config(
-        *(f"{k}={v}" for k, v in translation.overrides.items() if k.startswith("policy."))
-    )
-    assert (config.policy.kl_coef, config.kl_estimator, config.policy.kl_in_reward) == (
-        0.01,
-        estimator,
-        False,
-    )
-
-
-def test_verls_kl_in_the_reward_is_ours_in_the_reward(tmp_path: Path) -> None:
-    translation = verl(tmp_path, "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.02")
-    assert (
-        translation.overrides["policy.kl_coef"],
-        translation.overrides["policy.kl_in_reward"],
-    ) == (0.02, True)
-    assert "one KL" not in str(translation.differs)
-    both = verl(
-        tmp_path, "algorithm.use_kl_in_reward=True actor_rollout_ref.actor.use_kl_loss=True"
-    )
-    assert "one KL" in both.differs["algorithm.use_kl_in_reward"]
+@pytest.mark.parametrize(("form", "text", "kind", "key", "start"), NOTED)
+def test_what_is_not_the_same_is_said(
+    form: Callable[[str], str], text: str, kind: str, key: str, start: str, tmp_path: Path
+) -> None:
+    translation = translated(tmp_path, FORMS[form], form(text))
+    assert start in getattr(translation, kind)[key]
+    composed(report(translation, 100))
 
 
 def test_what_cannot_be_read_is_said_and_taken_as_by_default(tmp_path: Path) -> None:
@@ -462,21 +504,6 @@ trainer: {n_gpus_per_node: 1}
     )
     assert (config.model.name, config.env.dataset) == ("$HOME/models/mine", "$HOME/data/gsm8k")
     assert config.env.reward == "my rewards.py:score"
-
-
-def test_no_kl_of_verl_is_none_of_ours(tmp_path: Path) -> None:
-    assert (
-        verl(tmp_path, "actor_rollout_ref.actor.use_kl_loss=False").overrides["policy.kl_coef"]
-        == 0.0
-    )
-
-
-def test_the_names_that_a_run_has_in_wandb_are_kept(tmp_path: Path) -> None:
-    text = 'max_steps = 2\n[orchestrator]\nbatch_size = 64\n[wandb]\nname = "one"\n'
-    text += 'entity = "us"\ngroup = "seeds"\ntags = ["a", "b"]\n'
-    ours = translated(tmp_path, "rl.toml", text).overrides
-    names = {"mode": "online", "name": "one", "entity": "us", "group": "seeds", "tags": ["a", "b"]}
-    assert {name: ours[f"logging.wandb.{name}"] for name in names} == names
 
 
 def test_shell_variables_sums_arrays_and_branches_are_read() -> None:
@@ -542,50 +569,6 @@ def test_a_fully_asynchronous_run_of_verl_has_the_batch_between_two_syncs(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "key"),
-    [
-        ("a.yaml", "{gconfig: {n_samples: 4}, actor: {path: m}, train_dataset: {path: d, split: [train, extra]}}",
-         "train_dataset.split"),
-        ("t.yaml", "{num_generations: 8, dataset_name: d, dataset_train_split: [train, extra]}", "dataset_train_split"),
-        ("t.py", "d = load_dataset('d', split=['train', 'test'])\nGRPOTrainer('m', len, GRPOConfig(), train_dataset=d)",
-         "dataset_train_split"),
-        ("t.json", '{"num_generations": 8, "learning_rate": [1e-6, 1e-5]}', "learning_rate"),
-    ],
-)  # fmt: skip
-def test_several_values_where_we_have_one_are_said(
-    name: str, text: str, key: str, tmp_path: Path
-) -> None:
-    translation = translated(tmp_path, name, text)
-    assert key in translation.lacks
-    composed(report(translation, 100))
-
-
-@pytest.mark.parametrize(
-    ("deployment", "train", "engine"),
-    [
-        ("", None, None),
-        ("num_train_gpus = 2\nnum_infer_gpus = 6", 2, 6),
-        ("type = 'multi_node'\nnum_train_nodes = 2\nnum_infer_nodes = 3\nnum_infer_replicas = 4", 16, 96),
-        ("type = 'multi_node'\nnum_train_nodes = 2\ngpus_per_node = 4\nnum_infer_nodes = 3", 8, 12),
-        ("type = 'multi_node'\nnum_train_nodes = 2", 16, SET_ME),
-        ("type = 'multi_node'\nnum_train_nodes = 1\nnum_infer_replicas = 2\n[inference.deployment]\n"
-         "type = 'disaggregated'\nprefill_nodes_per_replica = 4\nnum_prefill_replicas = 3\n"
-         "decode_nodes_per_replica = 2", 8, 2 * 14 * 8),
-    ],
-)  # fmt: skip
-def test_devices_of_prime_rl_are_those_that_the_file_tells(
-    deployment: str, train: int | None, engine: Any, tmp_path: Path
-) -> None:
-    ours = translated(
-        tmp_path, "rl.toml", f"[orchestrator]\ngroup_size = 4\n[deployment]\n{deployment}\n"
-    ).overrides
-    assert (ours.get("train_model.num_devices"), ours.get("inference_model.num_devices")) == (
-        train,
-        engine,
-    )
-
-
-@pytest.mark.parametrize(
     ("name", "text", "devices", "wanted"),
     [
         (
@@ -644,14 +627,6 @@ def test_libraries_that_are_not_read_are_named(
         translated(tmp_path, name, text)
 
 
-def test_a_squared_log_ratio_is_twice_our_k2(tmp_path: Path) -> None:
-    translation = translated(
-        tmp_path, "rl.toml", "[orchestrator]\ngroup_size = 4\n[trainer.loss]\nkl_tau = 0.25\n"
-    )
-    assert translation.overrides["policy.kl_to_behaviour_coef"] == 0.5
-    assert translation.overrides["policy.kl_estimator"] == "k2"
-
-
 def test_staleness_decides_the_script(tmp_path: Path) -> None:
     for bound, asynchronous in ((0, False), (4, True)):
         text = f"[orchestrator]\ngroup_size = 4\nmax_off_policy_steps = {bound}\n"
@@ -660,19 +635,6 @@ def test_staleness_decides_the_script(tmp_path: Path) -> None:
             asynchronous,
             bound or None,
         )
-
-
-def test_devices_of_an_allocation_are_those_of_the_roles(tmp_path: Path) -> None:
-    text = (
-        "{gconfig: {n_samples: 4}, actor: {backend: 'fsdp:d8'}, rollout: {backend: 'vllm:d2p1t2'}}"
-    )
-    ours = translated(tmp_path, "areal.yaml", text).overrides
-    names = (
-        "train_model.num_devices",
-        "inference_model.num_devices",
-        "inference_model.tensor_parallel_size",
-    )
-    assert [ours[name] for name in names] == [8, 4, 2]
 
 
 ALIASES = "a0: &a0 [1, 1, 1]\n" + "\n".join(
@@ -726,18 +688,6 @@ def test_references_to_references_do_not_grow(tmp_path: Path) -> None:
     assert len(output_of(tmp_path, "a.yaml", "\n".join(lines))) < 100_000
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.py", "GRPOTrainer('m', [], GRPOConfig(learning_rate=1e-6))"),
-        ("a.yaml", "data: {train_files: []}\nactor_rollout_ref: {model: {path: m}}"),
-    ],
-)
-def test_an_empty_list_is_no_value(name: str, text: str, tmp_path: Path) -> None:
-    unset = marked(output_of(tmp_path, name, text))
-    assert {"env.dataset", "env.reward"} <= set(unset)
-
-
 def test_a_missing_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["nowhere.yaml"])
@@ -788,99 +738,6 @@ def test_what_is_set_on_a_config_later_counts(tmp_path: Path) -> None:
     assert translation.overrides["inference_model.max_new_tokens"] == SET_ME
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("'a/b'", "a/b"),
-        ("NAME", "a/b"),
-        ("AutoModelForCausalLM.from_pretrained('a/b', dtype='auto')", "a/b"),
-        ("loaded", "a/b"),
-        ("get_peft_model(loaded, LoraConfig(r=4))", "a/b"),
-        ("sys.argv[1]", SET_ME),
-    ],
-)
-def test_the_model_of_a_trainer_is_found_or_to_be_set(
-    model: str, name: str, tmp_path: Path
-) -> None:
-    text = f"NAME = 'a/b'\nloaded, _ = X.from_pretrained('a/b')\nGRPOTrainer(model={model}, args=GRPOConfig())\n"
-    assert translated(tmp_path, "train.py", text).overrides["model.name"] == name
-
-
-@pytest.mark.parametrize(
-    ("peft", "enabled"),
-    [
-        ("LoraConfig(r=4)", True),
-        ("None", None),
-        ("LoraConfig(r=4) if args.lora else None", SET_ME),
-        ("made", SET_ME),
-        ("get_peft_config(args)", SET_ME),
-    ],
-)
-def test_lora_that_may_be_off_is_to_be_set(peft: str, enabled: Any, tmp_path: Path) -> None:
-    text = (
-        "made = None\nif args.lora:\n    made = LoraConfig(r=4)\n"
-        f"GRPOTrainer('m', len, GRPOConfig(num_generations=8), peft_config={peft})\n"
-    )
-    ours = translated(tmp_path, "train.py", text).overrides
-    assert ours.get("train_model.lora.enabled") == enabled
-    assert ours.get("train_model.lora.r") == (4 if enabled else None)
-
-
-def test_the_data_set_of_the_trainer_is_taken_of_several(tmp_path: Path) -> None:
-    text = (
-        "train = load_dataset('json', data_files='rows.jsonl', split='train').map(ask)\n"
-        "test = load_dataset('other/data', split='test')\n"
-        "GRPOTrainer('m', len, GRPOConfig(num_generations=8), train_dataset=train, eval_dataset=test)\n"
-    )
-    translation = translated(tmp_path, "train.py", text)
-    assert translation.overrides["env.dataset"] == "rows.jsonl"
-    assert translation.lacks["train_dataset"].startswith(
-        "the script changes the rows (map, filter, ...)"
-    )
-    unclear = "load_dataset('a', split='train')\nload_dataset('b', split='train')\nGRPOConfig(num_generations=8)\n"
-    assert translated(tmp_path, "train.py", unclear).overrides["env.dataset"] == SET_ME
-
-
-def test_model_and_data_are_printed_where_they_are_ours_by_default(tmp_path: Path) -> None:
-    ours = trl(
-        tmp_path, "model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct", "dataset_name: openai/gsm8k"
-    )
-    assert (ours["model.name"], ours["env.dataset"]) == ("Qwen/Qwen2.5-0.5B-Instruct", "gsm8k")
-
-
-@pytest.mark.parametrize(
-    ("lines", "key", "value"),
-    [
-        (("max_steps: 200", "save_steps: 0.05"), "train.checkpoint_frequency", 10),
-        (("num_train_epochs: 2", "save_steps: 0.05"), "train.checkpoint_frequency", SET_ME),
-        (("save_strategy: epoch",), "train.checkpoint_frequency", SET_ME),
-        (("save_strategy: no",), "train.checkpoint_frequency", 0),
-        (("max_steps: 200", "eval_strategy: steps", "eval_steps: 0.1"), "evaluation.frequency", 20),
-        (("eval_strategy: steps", "logging_steps: 5"), "evaluation.frequency", 5),
-        (("eval_strategy: epoch",), "evaluation.frequency", SET_ME),
-        (("max_steps: 200", "warmup_ratio: 0.1"), "optimizer.warmup_steps", 20),
-        (("max_steps: 200", "warmup_steps: 0.1"), "optimizer.warmup_steps", 20),
-        (("num_train_epochs: 2", "warmup_ratio: 0.1"), "optimizer.warmup_steps", SET_ME),
-        (("epsilon: 10.0",), "policy.clip_epsilon", [1.0, 10.0]),
-    ],
-)
-def test_shares_epochs_and_wide_clips_of_trl_are_kept(
-    lines: tuple[str, ...], key: str, value: Any, tmp_path: Path
-) -> None:
-    assert trl(tmp_path, "dataset_name: a/b", *lines)[key] == value
-
-
-def test_rewards_that_a_name_alone_does_not_make_are_to_be_set(tmp_path: Path) -> None:
-    ours = trl(
-        tmp_path,
-        "reward_funcs: [accuracy, cosine, accuracy_reward, mine.score]",
-        "reward_weights: [1, 0.5, 1, 1]",
-    )
-    assert ours["env.reward"] == [
-        "open_r1.rewards:accuracy_reward", {"fn": SET_ME, "weight": 0.5}, "trl.rewards:accuracy_reward", "mine:score",
-    ]  # fmt: skip
-
-
 def test_prompts_of_open_r1_keep_their_system_message_and_column(tmp_path: Path) -> None:
     message = 'Answer in \\boxed{} like "$x$":\nfirst\\'
     text = "num_generations: 8\nmodel_name_or_path: m\ndataset_name: d\ndataset_prompt_column: problem\n"
@@ -893,159 +750,7 @@ def test_prompts_of_open_r1_keep_their_system_message_and_column(tmp_path: Path)
     assert (env.system_prompt, env.columns.prompt) == (message, "problem")
 
 
-def test_named_distillations_of_prime_rl_are_read(tmp_path: Path) -> None:
-    text = "[orchestrator.algo]\ntype = 'opd'\nteacher = {name = 't', base_url = 'http://x:1/v1'}\n"
-    translation = translated(tmp_path, "opd.toml", f"{text}[orchestrator]\ngroup_size = 4\n")
-    wanted = {"algo": "distill", "teacher.model": "t", "teacher.address": ["http://x:1/v1"]}
-    assert {key: translation.overrides.get(key) for key in wanted} == wanted
-    translation = translated(
-        tmp_path, "opsd.toml", "[orchestrator.algo]\ntype = 'opsd'\ndemo_key = 'd'\n"
-    )
-    wanted = {"algo": "distill", "teacher.model": "policy", "teacher.prompt": "solution"}
-    assert {key: translation.overrides.get(key) for key in wanted} == wanted
-    assert translation.overrides["env.columns.completion"] == "d"
-    composed(report(translation, 100))
-
-
-def test_a_reference_that_trl_mixes_is_a_moving_average(tmp_path: Path) -> None:
-    text = "{model_name_or_path: m, num_generations: 8, beta: 0.1, sync_ref_model: true, ref_model_sync_steps: 4}"
-    translation = translated(tmp_path, "mixed.yaml", text)
-    assert translation.overrides["ref_model.decay"] == 0.4
-    assert translation.overrides["ref_model.refresh_every"] == 4
-    composed(report(translation, 100))
-
-
-def test_engine_settings_of_prime_rl_are_kept(tmp_path: Path) -> None:
-    text = (
-        "[orchestrator]\ngroup_size = 4\n[deployment]\nnum_infer_gpus = 4\n[inference.vllm]\ntensor_parallel_size = 2\n"
-        "gpu_memory_utilization = 0.5\nmax_model_len = 4096\nenforce_eager = true\n"
-    )
-    ours = translated(tmp_path, "rl.toml", text).overrides
-    wanted = {
-        "tensor_parallel_size": 2,
-        "gpu_memory_utilization": 0.5,
-        "max_model_len": 4096,
-        "enforce_eager": True,
-    }
-    assert {name: ours[f"inference_model.{name}"] for name in wanted} == wanted
-    assert ours["inference_model.num_devices"] == 4
-
-
-@pytest.mark.parametrize(
-    ("settings", "ours"),
-    [
-        ("rejection_sampling: {upper: 5.0}", {"policy.behaviour_weight": "mask"}),
-        (
-            "rejection_sampling: {level: sequence, action: clamp, upper: 3.0}",
-            {
-                "policy.behaviour_weight": "truncate",
-                "policy.behaviour_cap": 3.0,
-            },  # a geometric mean there
-        ),
-        (
-            "behave_imp_weight_cap: 4.0",
-            {"policy.behaviour_weight": "mask", "policy.behaviour_cap": 4.0},
-        ),
-        (
-            "behave_imp_weight_cap: 4.0, behave_imp_weight_mode: token_truncate",
-            {"policy.behaviour_weight": "truncate", "policy.behaviour_cap": 4.0},
-        ),
-        ("behave_imp_weight_mode: disabled, behave_imp_weight_cap: 4.0", {}),
-        (
-            "rejection_sampling: {metric: kl_k2, upper: 0.5}",
-            {"policy.behaviour_weight": "mask", "policy.behaviour_cap": 1e9},
-        ),
-        (
-            "rejection_sampling: {metric: kl_k2, action: clamp, upper: 0.5}",
-            {"policy.behaviour_weight": "truncate", "policy.behaviour_cap": 0.5},
-        ),
-        ("rejection_sampling: null", {}),
-        ("eps_clip: 0.2", {}),
-    ],
-)
-def test_bounds_on_stale_tokens_of_areal_are_kept(
-    settings: str, ours: dict[str, Any], tmp_path: Path
-) -> None:
-    text = (
-        f"{{gconfig: {{n_samples: 4}}, actor: {{path: m, use_decoupled_loss: true, {settings}}}}}"
-    )
-    overrides = translated(tmp_path, "areal.yaml", text).overrides
-    assert {
-        key: value for key, value in overrides.items() if key.startswith("policy.behaviour")
-    } == ours
-
-
-def test_sapo_of_areal_and_verl_is_our_sapo(tmp_path: Path) -> None:
-    text = "{gconfig: {n_samples: 4}, actor: {path: m, use_sapo_loss: true, sapo_tau_neg: 1.2}}"
-    actor = "actor_rollout_ref.actor."
-    for translation in (
-        translated(tmp_path, "areal.yaml", text),
-        verl(tmp_path, f"{actor}policy_loss.loss_mode=sapo {actor}tau_pos=1.0 {actor}tau_neg=1.2"),
-    ):
-        names = ("policy.loss._target_", "+policy.loss.tau_positive", "+policy.loss.tau_negative")
-        assert [translation.overrides[name] for name in names] == [
-            "torchrl_grpo.objectives.SAPOLoss",
-            1.0,
-            1.2,
-        ]
-
-
-def test_m2po_of_areal_leaves_the_clip_to_be_set(tmp_path: Path) -> None:
-    text = "{gconfig: {n_samples: 4}, actor: {path: m, eps_clip: 0.0, m2_threshold: 0.04}}"
-    translation = translated(tmp_path, "areal.yaml", text)
-    assert translation.overrides["policy.clip_epsilon"] == SET_ME
-    assert "second moment" in translation.unset["policy.clip_epsilon"]
-
-
-@pytest.mark.parametrize(
-    ("timer", "value"),
-    [("freq_steps: 20", 20), ("freq_epochs: 1", SET_ME), ("freq_epochs: null", 0)],
-)
-def test_checkpoints_of_areal_are_kept(timer: str, value: Any, tmp_path: Path) -> None:
-    text = "{gconfig: {n_samples: 4}, actor: {path: m}, train_dataset: {path: d}, "
-    text += f"saver: {{{timer}}}, evaluator: {{{timer}}}}}"
-    ours = translated(tmp_path, "areal.yaml", text).overrides
-    assert ours["train.checkpoint_frequency"] == value
-    assert ours.get("evaluation.frequency", 0) == value
-
-
-@pytest.mark.parametrize(
-    ("words", "key", "value"),
-    [
-        ("actor_rollout_ref.model.lora.rank=8 actor_rollout_ref.model.lora.alpha=16", "train_model.lora.r", 8),
-        ("reward_model.enable=True reward_model.model.path=m", "env.reward", [{"fn": "reward_model", "model": "m"}]),
-        ("actor_rollout_ref.actor.megatron.param_offload=True", "train_model.cpu_offload", True),
-        ("+data.apply_chat_template_kwargs.thinking=False", "env.chat_template_kwargs", {"thinking": False}),
-        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8", "inference_model.engine_kwargs",
-         {"kv_cache_dtype": "fp8"}),
-        ("actor_rollout_ref.actor.clip_ratio_low=10", "policy.clip_epsilon", [1.0, 0.2]),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "policy.loss._target_",
-         "torchrl_grpo.objectives.CISPOLoss"),
-        ("trainer.experiment_name=a-${NAME} trainer.logger=wandb", "logging.wandb.name", SET_ME),
-        ("actor_rollout_ref.model.path=$MODEL/x", "model.name", SET_ME),
-        ("actor_rollout_ref.model.path=${HOME}/x", "model.name", "$HOME/x"),
-    ],
-)  # fmt: skip
-def test_settings_of_verl_are_kept(words: str, key: str, value: Any, tmp_path: Path) -> None:
-    assert verl(tmp_path, "data.train_files=a/train.parquet", words).overrides[key] == value
-
-
-def test_an_advantage_of_verl_that_is_not_ours_is_said(tmp_path: Path) -> None:
-    for words, name in (
-        ("algorithm.adv_estimator=remax", "remax"),
-        ("", "gae"),
-    ):  # gae is verl's default
-        lacks = verl(tmp_path, words).lacks["algorithm.adv_estimator"]
-        assert lacks.startswith(f"{name} has no equivalent among grpo, ")
-        assert lacks.endswith("; our own default is used")
-
-
-def test_the_column_of_images_is_that_of_verl(tmp_path: Path) -> None:
-    translation = verl(tmp_path, "data.image_key=pictures")
-    assert translation.overrides["env.columns.images"] == "pictures"
-
-
-def test_settings_in_a_variable_of_a_shell_are_read() -> None:
+def test_settings_in_a_variable_or_branch_of_a_shell_are_read_or_to_be_set() -> None:
     assert read_shell('A="$A a.b=1 c.d=$Z"\nY=2\nrun $A ${Y} e.f=3') == {
         "a.b": 1,
         "c.d": Unknown("$Z"),
@@ -1063,15 +768,10 @@ def test_an_overlong_penalty_beside_other_arguments_is_kept(tmp_path: Path) -> N
     words = (
         f"{keys}overlong_buffer_cfg.enable=True {keys}overlong_buffer_cfg.len=128 {keys}strict=True"
     )
-    translation = verl(tmp_path, words, "data.max_response_length=512")
+    words = verl(f"{words} data.max_response_length=512")
+    translation = translated(tmp_path, "verl.sh", words)
     assert translation.overrides["policy.overlong_buffer"] == 0.25
     assert "reward_model.reward_kwargs" in translation.lacks
-
-
-def test_arguments_of_a_reward_function_of_verl_are_its_options(tmp_path: Path) -> None:
-    words = "custom_reward_function.path=r.py custom_reward_function.reward_kwargs.scale=2"
-    translation = verl(tmp_path, "data.train_files=a/train.parquet", words)
-    assert translation.overrides["env.reward"] == [{"fn": "r.py:compute_score", "scale": 2}]
 
 
 def test_references_of_a_yaml_are_followed_to_their_defaults(tmp_path: Path) -> None:
@@ -1273,14 +973,6 @@ def test_other_trainers_of_trl_are_read(
     assert {key: translation.overrides.get(key) for key in wanted} == wanted
     assert translation.asynchronous == (name == "async.py")
     composed(report(translation, 100))
-
-
-def test_a_mixture_of_read_and_sampled_responses_is_not_supported(tmp_path: Path) -> None:
-    translation = translated(tmp_path, "gkd.py", "GKDTrainer('m', 't', args=GKDConfig())")
-    assert translation.overrides["algo"] == "distill"
-    assert translation.lacks["lmbda"].startswith(
-        "0.5 has no equivalent among 1, 0; our own default is used: a run "
-    )
 
 
 @pytest.mark.parametrize("name", TRL)

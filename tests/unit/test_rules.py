@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from torchrl_grpo.config import ConfigError, check_one_process, validate
 from torchrl_grpo.config.data import DATA_RULES, TEST_RULES
@@ -19,7 +20,7 @@ from torchrl_grpo.config.devices import DEVICE_RULES, SERVER_RULES
 from torchrl_grpo.config.engine import ONE_PROCESS_RULES
 from torchrl_grpo.config.fields import written
 from torchrl_grpo.config.rule import Rule
-from torchrl_grpo.config.rules import RULES, UNREAD_RULES
+from torchrl_grpo.config.rules import RULES, UNREAD_RULES, check_values
 from torchrl_grpo.config.schema import FIELDS, DatasetConfig, GRPOConfig
 from torchrl_grpo.config.teacher import TeacherEntry
 
@@ -274,10 +275,9 @@ LEAVE_OUT = (
 )
 """What a fix says where the key at fault is to be left out."""
 MEANS = {
-    "algo=distill": "policy.teacher_coef=1.0",
+    "algo=distill teacher.model=NAME": "policy.teacher_coef=1.0 teacher.model=starter",
     "algo=sft": "policy.loss._target_=torchrl_grpo.objectives.DemonstrationLoss "
     "policy.demonstrations=true policy.advantage_mean=none policy.advantage_std=none",
-    "=NAME": "=starter",
     "add ref_model.decay": "add ref_model.decay=0.9",
     "give env.dataset": "env.dataset=rows.jsonl",
     "to give the environment rows of data, set env.dataset": "env.dataset=rows.jsonl",
@@ -294,7 +294,13 @@ MEANS = {
 PAIR = re.compile(r"(?<![\w.])((?:[a-z_]+\.)+[\w.]+)=(\[[^\]]*\]|\{[^}]*\}|[^\s;']+)")
 
 
+PROSE = re.compile(
+    r"for example$|one class$|\d+$|\{|set one of them$|raise that$|neither$|change optimizer\.lr$"
+    r"|server$|vllm$|a (file|name)\b|start the server|leave policy\.reward_scale, .* out$"
+)
+"""Alternatives that name no value of a key."""
 LEFT_OUT = object()
+TYPES = OmegaConf.structured(GRPOConfig)
 
 
 def fixes(row: Row, message: str) -> Iterator[dict[str, Any]]:
@@ -307,7 +313,7 @@ def fixes(row: Row, message: str) -> Iterator[dict[str, Any]]:
         text = text.replace(short, long)
     if "use that" in text:  # what the rule needs
         text = text.replace("use that", " ".join(f"{k}={v}" for k, v in PAIR.findall(message)[1:2]))
-    for part in re.split(r",? or ", text):
+    for part in re.split(r",? or |, (?=[a-z_.]+=)", text):
         pairs = [(name, value.rstrip(",")) for name, value in PAIR.findall(part)]
         if pairs:
             yield {name: yaml.safe_load(value) for name, value in pairs}
@@ -317,6 +323,8 @@ def fixes(row: Row, message: str) -> Iterator[dict[str, Any]]:
             yield {key[1]: LEFT_OUT}
         elif match := re.match(r"(?:use|for example,) (.+?)(?:, for example)?$", part):
             yield {key[1]: yaml.safe_load(match[1])}
+        else:
+            assert PROSE.match(part), f"not understood: {part}"
 
 
 def names(message: str, settings: Mapping[str, Any]) -> bool:
@@ -345,3 +353,9 @@ def test_a_broken_rule_names_its_key_and_each_fix_works(row: Row) -> None:
     for fixed in healed:
         fixed = {name: value for name, value in fixed.items() if value is not LEFT_OUT}
         assert row.error(fixed) is None, (message, fixed)
+        for name, value in fixed.items():
+            if (
+                name in FIELDS and settings.get(name) != value
+            ):  # of its type, its choices and its range
+                OmegaConf.update(TYPES, name, value)
+                check_values(made({name: value}))

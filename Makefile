@@ -9,11 +9,13 @@
 #   PAIRS_ARGS   arguments of `make test-pairs`, e.g. PAIRS_ARGS="--local"
 #   VENV         where the virtual environment lies
 #   NEWEST       where the one of `make test-newest` lies
+#   LOWEST       where the one of `make test-lowest` lies; for CPU builds of torch there: UV_TORCH_BACKEND=cpu make test-lowest
 #   BENCH_OUT    where the benchmarks write their JSON; benchmarks/results is the folder that git keeps
 
 PYTHON ?= python3
 VENV ?= .venv
 NEWEST ?= .venv-newest
+LOWEST ?= .venv-lowest
 PIP_ARGS ?=
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
@@ -38,7 +40,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one .venv get in each other's way
-.PHONY: help install install-dev install-vllm install-ray train test test-fast test-nightly test-newest test-pairs lint docs bench-quick bench mutation clean
+.PHONY: help install install-dev install-vllm install-ray train test test-fast test-nightly test-newest test-lowest test-pairs lint docs bench-quick bench mutation clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -72,6 +74,14 @@ test-newest:  ## run the same tests with the newest packages of the index, beyon
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) --upgrade -r $(NEWEST)/packages
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	$(NEWEST)/bin/python -m pytest $(FAST) $(PYTEST_ARGS)
+
+# pip always takes the newest versions, so uv chooses. The extras are those of the dependency group dev.
+test-lowest:  ## run the same tests with the lowest versions that pyproject.toml allows
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --disable-pip-version-check uv==0.13.9
+	$(LOWEST)/bin/uv pip install --python $(LOWEST)/bin/python --resolution lowest-direct --group dev -r pyproject.toml -e . \
+	  --extra $$(sed -n 's/^ *"torchrl_grpo\[\(.*\)\]",$$/\1/p' pyproject.toml | sed 's/,/ --extra /g')
+	$(LOWEST)/bin/python -m pytest $(FAST) $(PYTEST_ARGS)
 
 # Not in `make test`: it takes longer than all of it. PAIRS_ARGS="--local" leaves out the runs that need Ray.
 test-pairs: $(VENV)/.stamp-dev $(VENV)/.stamp-ray  ## play two steps with every pair of options, and compute again what the runs wrote
@@ -120,7 +130,7 @@ mutation: $(VENV)/.stamp-mutation  ## change the algorithms' maths in every smal
 	$(VENV)/bin/mutmut results | cut -d: -f1 | xargs -n1 $(VENV)/bin/mutmut show
 
 clean:  ## remove .venv, caches and build files; outputs/ stays
-	rm -rf $(VENV) $(NEWEST) build dist site mutants *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(NEWEST) $(LOWEST) build dist site mutants *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was made from when that is installed, so a second `make` installs nothing.

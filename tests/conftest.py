@@ -165,12 +165,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_curves() -> Iterator[None]:
-    """Write reports without curves: drawing them takes half the time of a run of a few steps."""
+def no_curves() -> Iterator[tuple[Callable[..., None], Callable[..., str]]]:
+    """Write reports without curves: drawing them takes half the time of a run of a few steps.
+    Returns the functions that draw.
+    """
+    from torchrl_grpo.extras.report.curves import panel_svg, save_png
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrl_grpo.extras.report.report.save_png", lambda *_: None)
-        patch.setattr("torchrl_grpo.extras.report.report.panel_svg", lambda *_: "")
-        yield
+        patch.setattr("torchrl_grpo.extras.report.curves.save_png", lambda *_: None)
+        patch.setattr("torchrl_grpo.extras.report.curves.panel_svg", lambda *_: "")
+        yield save_png, panel_svg
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -182,12 +186,11 @@ def same_prompts() -> None:
 
 
 @pytest.fixture
-def curves(monkeypatch: pytest.MonkeyPatch) -> None:
+def curves(monkeypatch: pytest.MonkeyPatch, no_curves: tuple[Any, Any]) -> None:
     """Draw the curves of reports in this test."""
-    from torchrl_grpo.extras.report.curves import panel_svg, save_png
-
-    monkeypatch.setattr("torchrl_grpo.extras.report.report.save_png", save_png)
-    monkeypatch.setattr("torchrl_grpo.extras.report.report.panel_svg", panel_svg)
+    save_png, panel_svg = no_curves
+    monkeypatch.setattr("torchrl_grpo.extras.report.curves.save_png", save_png)
+    monkeypatch.setattr("torchrl_grpo.extras.report.curves.panel_svg", panel_svg)
 
 
 @pytest.fixture

@@ -393,6 +393,6 @@ def check_optimizer(name: str) -> None:
     """Check that an optimizer of this name exists."""
     if name == "adamw_8bit" and not _has_torchao:
         raise ValueError(
-            "optimizer.name=adamw_8bit needs the package torchao: pip install torchao, or use "
-            "optimizer.name=adamw."
+            "optimizer.name=adamw_8bit needs the package torchao: pip install 'torchrl_grpo[adamw-8bit]', "
+            "or use optimizer.name=adamw."
         )

@@ -21,7 +21,7 @@ from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.starter import starter_path
 
 ray = pytest.importorskip("ray")
-pytest.importorskip("httpx")
+pytest.importorskip("httpx2")
 
 
 @pytest.mark.nightly

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import importlib
 import json
 import os
 import socket
@@ -20,7 +21,7 @@ import pytest
 
 from tests.support.agents import PROBLEM, agent_task, own_score, played
 from torchrl_grpo.errors import InvalidRewardError
-from torchrl_grpo.integrations.agents import load_program
+from torchrl_grpo.integrations.agents import load_program, programs
 from torchrl_grpo.integrations.agents.programs import Command, Function, printed_reward
 from torchrl_grpo.integrations.agents.protocol import (
     ANTHROPIC,
@@ -66,6 +67,19 @@ def test_an_agent_plays_a_problem_and_says_its_reward():
     turns, end = played(agent_task(play), lambda turn: "two")
     assert turns == [Turn(chat("1+1=?"), None, tools=[])]
     assert end == Turn(None, own_score(0.25))
+
+
+def test_a_missing_package_is_answered_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(client, problem): ...
+
+    monkeypatch.setattr(programs, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"package openai, .*torchrl_grpo\[agents\]"):
+        Function(play)
+    server = "torchrl_grpo.integrations.agents.server"
+    monkeypatch.delitem(sys.modules, server)
+    monkeypatch.setitem(sys.modules, "h11", None)
+    with pytest.raises(ValueError, match=r"env\.agent .*package h11, .*torchrl_grpo\[agents\]"):
+        importlib.import_module(server)
 
 
 def test_a_request_that_continues_an_answer_asks_with_what_is_new():

@@ -17,7 +17,7 @@ import pytest
 from torchrl_grpo.host.event_loop import wait_for_result
 from torchrl_grpo.integrations.http_client import HttpClient, NoAnswerError
 
-pytest.importorskip("httpx")
+pytest.importorskip("httpx2")
 openssl = shutil.which("openssl")
 
 

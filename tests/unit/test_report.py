@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from tests.support.hostile import HOSTILE, SHOWN
+from torchrl_grpo.extras.report import panels
 from torchrl_grpo.extras.report.curves import panel_figure, panel_svg
 from torchrl_grpo.extras.report.ending import print_summary
 from torchrl_grpo.extras.report.panels import (
@@ -107,6 +108,17 @@ def log_run(directory: Path, steps: int) -> None:
             steps,
             [{"split": "test", "query": "1+1", "response": "2", "reward": 1.0, "correct": True}],
         )
+
+
+def test_a_report_without_matplotlib_says_how_to_get_its_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_run(tmp_path, steps=2)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(panels, "find_spec", lambda package: None)
+    page = write_report(tmp_path).read_text()
+    assert "<svg" not in page and "torchrl_grpo[report]" in page and "Test accuracy" in page
+    assert not (tmp_path / "curves.png").exists()
 
 
 def test_summary_equals_the_sums_by_hand(tmp_path: Path) -> None:
@@ -509,7 +521,7 @@ def test_curves_png_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     log_run(tmp_path / "12-00-00", steps=1)
     titles: list[str] = []
     monkeypatch.setattr(
-        "torchrl_grpo.extras.report.report.save_png",
+        "torchrl_grpo.extras.report.curves.save_png",
         lambda records, path, title: titles.append(title),
     )
     write_report(tmp_path / "12-00-00")

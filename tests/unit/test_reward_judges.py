@@ -21,7 +21,7 @@ from torchrl_grpo.integrations.graders.judge import TEMPLATE, read_rating
 from torchrl_grpo.tasks.base import Dialog, Problem
 from torchrl_grpo.tasks.with_rewards import Rewards, make_rewards
 
-pytest.importorskip("httpx")
+pytest.importorskip("httpx2")
 
 Answer = tuple[int, str]
 """A status, and the judge's text or the error."""

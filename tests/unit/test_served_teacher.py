@@ -28,7 +28,7 @@ from torchrl_grpo.starter import starter_path
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.teacher import TeacherStates
 
-pytest.importorskip("httpx")
+pytest.importorskip("httpx2")
 CPU = torch.device("cpu")
 
 

@@ -39,7 +39,7 @@ from torchrl_grpo.models import loading
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.weights import named_weights
 
-pytest.importorskip("httpx")
+pytest.importorskip("httpx2")
 PARAMS = SamplingParams(max_new_tokens=12, temperature=0.7)
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 CPU = torch.device("cpu")

@@ -258,7 +258,7 @@ def test_log_probs_are_those_after_the_teachers_prompt() -> None:
 
 
 def test_a_server_scores_the_teachers_prompt_too() -> None:
-    pytest.importorskip("httpx")
+    pytest.importorskip("httpx2")
     stub = SGLangStub(str(starter_path()))
     try:
         there = TeacherScoring(ServedTeacher(stub.address, top_k=3), 6)(prompted())

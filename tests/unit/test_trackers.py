@@ -100,33 +100,39 @@ def test_key_is_found_in_the_environment_and_in_netrc(
     online = services("logging.wandb.mode=online")
     no_wandb_key.write_text("machine example.org login user password nothing\n")
     with pytest.raises(ValueError, match="needs a Weights & Biases key"):
-        check_logging(tensorboard=False, services=online)
+        check_logging(online)
     no_wandb_key.write_text("machine api.wandb.ai login user password nothing\n")
-    check_logging(tensorboard=False, services=online)
+    check_logging(online)
     no_wandb_key.write_text("this is not a netrc file")
     monkeypatch.setenv("WANDB_API_KEY", "nothing")
-    check_logging(tensorboard=False, services=online)
+    check_logging(online)
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_missing_package_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(extra, "_is_installed", lambda package: False)
-    message = rf"logging\.{name}\.mode=offline needs the package {name}, .*`pip install {name}`, or set .*=disabled"
+    message = rf"logging\.{name}\.mode=offline .* {name}, .*torchrl_grpo\[{name}\].*=disabled"
     with pytest.raises(ValueError, match=message):
-        check_logging(tensorboard=True, services=services(f"logging.{name}.mode=offline"))
+        check_logging(services(f"logging.{name}.mode=offline"))
 
 
-def test_a_missing_tensorboard_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_a_run_says_so_and_logs_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda package: None)
-    with pytest.raises(ValueError, match=r"logging\.tensorboard=true .*tensorboard"):
-        check_logging(tensorboard=True, services={})
+    with caplog.at_level("INFO"), MetricsLogger(tmp_path, config={}) as logger:
+        logger.log(1, {"train/loss": 0.5})
+    [line] = [record.message for record in caplog.records]
+    assert "logging.tensorboard" in line and "torchrl_grpo[report]" in line
+    assert not (tmp_path / "tensorboard").exists()
+    assert "0.5" in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_mlflow_online_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extra, "_is_installed", lambda package: True)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(ValueError, match=r"logging\.mlflow\.mode=online .*MLFLOW_TRACKING_URI"):
-        check_logging(tensorboard=False, services=services("logging.mlflow.mode=online"))
+        check_logging(services("logging.mlflow.mode=online"))
 
 
 @pytest.mark.slow
@@ -336,7 +342,7 @@ def test_a_port_that_is_in_use_is_refused(tmp_path: Path) -> None:
 def test_prometheus_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extra, "_is_installed", lambda package: False)
     with pytest.raises(ValueError, match=r"port=9100 .*prometheus_client.*port=null"):
-        check_logging(tensorboard=False, services=services("logging.prometheus.port=9100"))
+        check_logging(services("logging.prometheus.port=9100"))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -35,7 +35,7 @@ from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.teacher import TeacherStates
 from torchrl_grpo.weights import named_weights
 
-pytest.importorskip("httpx")
+pytest.importorskip("httpx2")
 SAYS = "Fine. Score: 7"
 TEACHING_STEPS = 80
 START_S = 300

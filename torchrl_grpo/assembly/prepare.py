@@ -136,7 +136,7 @@ def check_loggers(config: GRPOConfig) -> None:
         ValueError: a package is missing or cannot be used.
     """
     logging = config.logging
-    check_logging(tensorboard=logging.tensorboard, services=logging.services, page=logging.page)
+    check_logging(logging.services, page=logging.page)
 
 
 def _make_plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePlan:

@@ -101,7 +101,7 @@ class LoggingConfig:
     ``python -m torchrl_grpo view DIR``.
     """
     tensorboard: bool = True
-    """Write TensorBoard files."""
+    """Write TensorBoard files, if the extra ``report`` is installed."""
     sample_frequency: int = limited(50, ge=1)
     """Steps between two sets of logged samples, at least 1."""
     sample_rows: Any = 32

@@ -64,20 +64,20 @@ class HttpClient:
         concurrency: int | None = None,
         proxies: bool = True,
     ) -> None:
-        import httpx
+        import httpx2
 
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs each request
+        logging.getLogger("httpx2").setLevel(logging.WARNING)  # at INFO it logs each request
         self.url = url.rstrip("/")
         self._key_variable = key_variable
         self._slots = asyncio.Semaphore(concurrency or 2**31)
-        self._broken: type[Exception] = httpx.TransportError
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=concurrency, keepalive_expiry=_KEEPALIVE_S),
+        self._broken: type[Exception] = httpx2.TransportError
+        self._client = httpx2.AsyncClient(
+            timeout=httpx2.Timeout(None, connect=CONNECT_S),
+            limits=httpx2.Limits(max_connections=concurrency, keepalive_expiry=_KEEPALIVE_S),
             trust_env=proxies,
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # they would accumulate
             # Even if trust_env is False: SSL_CERT_FILE may name a private authority.
-            verify=httpx.create_ssl_context(),
+            verify=httpx2.create_ssl_context(),
         )
 
     async def request(

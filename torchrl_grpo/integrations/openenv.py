@@ -175,7 +175,7 @@ class OpenEnvKind(Kind):
         if find_spec("websockets") is None:
             raise ValueError(
                 f"{where} needs the package websockets, which is not installed: pip install "
-                "websockets."
+                "'torchrl_grpo[openenv]'."
             )
         try:
             with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=10) as answer:

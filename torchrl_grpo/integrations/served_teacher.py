@@ -11,7 +11,7 @@ from torchrl.envs import Transform
 
 from torchrl_grpo import keys
 from torchrl_grpo.integrations.server_answers import LARGEST_VOCABULARY
-from torchrl_grpo.integrations.servers import AT_A_TIME, COMES_BACK_S, connect, require_httpx
+from torchrl_grpo.integrations.servers import AT_A_TIME, COMES_BACK_S, connect, require_httpx2
 from torchrl_grpo.models.padding import has
 from torchrl_grpo.transforms.ragged import flatten, set_rows
 
@@ -63,7 +63,7 @@ class ServedTeacher(Transform):
             ValueError: the server does not answer, has another vocabulary or too short a context,
                 or refuses to score.
         """
-        require_httpx("teacher.address")
+        require_httpx2("teacher.address")
         server = connect(address, 0, "teacher")
         try:
             server.check_context(longest)

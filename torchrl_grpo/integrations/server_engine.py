@@ -40,7 +40,7 @@ from torchrl_grpo.generation.base import (
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.images import Prompt, text_tokens
 from torchrl_grpo.integrations.server_answers import SampleRequest
-from torchrl_grpo.integrations.servers import AT_A_TIME, COMES_BACK_S, connect, require_httpx
+from torchrl_grpo.integrations.servers import AT_A_TIME, COMES_BACK_S, connect, require_httpx2
 from torchrl_grpo.weights.handle import on_host
 from torchrl_grpo.weights.named import expected_weights
 
@@ -96,7 +96,7 @@ class ServerEngine(Engine):
 
     @classmethod
     def require(cls, *, on_cpu: bool) -> None:
-        require_httpx("inference_model.backend=server")
+        require_httpx2("inference_model.backend=server")
 
     @classmethod
     def check(cls, request: EngineRequest) -> None:

@@ -43,15 +43,15 @@ _LARGEST_TOKEN = 512
 """... plus these for each log-prob in it."""
 
 
-def require_httpx(field: str) -> None:
+def require_httpx2(field: str) -> None:
     """Refuse an installation without the HTTP client.
 
     Raises:
-        ValueError: httpx is not installed.
+        ValueError: httpx2 is not installed.
     """
-    if find_spec("httpx") is None:
+    if find_spec("httpx2") is None:
         raise ValueError(
-            f"{field} needs the package httpx, which is not installed: pip install httpx."
+            f"{field} needs the package httpx2, which is not installed: pip install httpx2."
         )
 
 

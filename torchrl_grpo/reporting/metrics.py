@@ -96,7 +96,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         resumed_from: Path | None = None,
         finished: bool = False,
     ) -> None:
-        check_logging(tensorboard=tensorboard, services=services)
+        check_logging(services)
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         config_text = json.dumps(_plain(config), indent=2)

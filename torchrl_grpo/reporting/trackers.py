@@ -79,14 +79,11 @@ class TensorBoard(Tracker):
         threading.excepthook = self._hook
 
 
-def check_logging(
-    *, tensorboard: bool, services: Mapping[str, Mapping[str, Any]], page: bool = False
-) -> None:
+def check_logging(services: Mapping[str, Mapping[str, Any]], *, page: bool = False) -> None:
     """Check quickly, and without a network, that the requested loggers can start.
 
     Args:
-        tensorboard: whether to use TensorBoard. services: settings of the enabled services by name:
-            ``mode`` and so on.
+        services: settings of the enabled services by name: ``mode`` and so on.
         page: whether the dashboard is served during the run.
 
     Raises:
@@ -96,11 +93,6 @@ def check_logging(
         raise ValueError(
             "logging.page=true needs the extra view, which is not installed: "
             '`pip install "torchrl_grpo[view]"`, or set logging.page=false.'
-        )
-    if tensorboard and find_spec("tensorboard") is None:
-        raise ValueError(
-            "logging.tensorboard=true needs the package tensorboard, which is not installed: "
-            "`pip install tensorboard`, or set logging.tensorboard=false."
         )
     for name, settings in services.items():
         load_extra("check_service")(name, settings)
@@ -117,14 +109,21 @@ def start_trackers(
 
     Args:
         folders: the run's folder, and that of the run that it resumes.
-        tensorboard: whether there is to be TensorBoard.
+        tensorboard: whether TensorBoard's files are wanted; without the package there are none.
         services: as in ``check_logging``.
         config: config of the run, as JSON.
 
     Raises:
         ValueError: a logger cannot start.
     """
-    trackers: list[Tracker] = [TensorBoard(folders[0], config)] if tensorboard else []
+    trackers: list[Tracker] = []
+    if tensorboard and find_spec("tensorboard"):
+        trackers.append(TensorBoard(folders[0], config))
+    elif tensorboard:
+        torchrl_logger.info(
+            "logging.tensorboard writes nothing, because the package tensorboard is not installed: "
+            "`pip install 'torchrl_grpo[report]'`."
+        )
     try:
         for name, settings in services.items():
             trackers.append(load_extra("start_service")(name, folders, settings, config))

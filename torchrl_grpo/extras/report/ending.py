@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchrl_grpo.extras.report.panels import NO_CURVES, has_matplotlib
 from torchrl_grpo.extras.report.summary import summarize
 from torchrl_grpo.host.text import duration, points
 from torchrl_grpo.reporting.console import Console
@@ -15,7 +16,9 @@ from torchrl_grpo.reporting.console import Console
 def print_end(console: Console, directory: Path, paths: Mapping[str, Path]) -> dict[str, Any]:
     """Print the results of a run that has ended, and return its summary."""
     summary = summarize(directory)
-    print_summary(console, summary, paths)
+    print_summary(console, summary, {name: path for name, path in paths.items() if path.exists()})
+    if not has_matplotlib():
+        console.line(NO_CURVES)
     return summary
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from torchrl_grpo.extras.report.summary import STAGES, stage_seconds
@@ -48,6 +49,12 @@ _ROUNDING = 1e-6
 """Magnitude below which a metric computed in float32 is rounding noise."""
 _TINY = ("train/lr", "train/update_size")
 """Metrics that are meaningful below it."""
+NO_CURVES = "There are no curves, because matplotlib is not installed: `pip install 'torchrl_grpo[report]'`."
+
+
+def has_matplotlib() -> bool:
+    """Return whether curves can be drawn for a report."""
+    return find_spec("matplotlib") is not None
 
 
 @dataclass(frozen=True)

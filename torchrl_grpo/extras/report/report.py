@@ -1,4 +1,4 @@
-"""The report of a run: ``report.html``, a self-contained file, and ``curves.png``.
+"""The report of a run: ``report.html``, a self-contained file, and, with matplotlib, ``curves.png``.
 
 Everything is read from the run's folder, so that a report can be made of a run that crashed or is
 still running. Missing parts are omitted.
@@ -16,8 +16,7 @@ from typing import Any
 
 import jinja2
 
-from torchrl_grpo.extras.report.curves import panel_svg, save_png
-from torchrl_grpo.extras.report.panels import ACTIVITY_COLORS, panels_of
+from torchrl_grpo.extras.report.panels import ACTIVITY_COLORS, NO_CURVES, has_matplotlib, panels_of
 from torchrl_grpo.extras.report.records import (
     problem_of,
     run_names,
@@ -46,7 +45,7 @@ Row = Mapping[str, Any]
 
 
 def write_report(directory: str | os.PathLike[str]) -> Path:
-    """Write ``report.html`` and ``curves.png`` into a run's folder.
+    """Write ``report.html`` and, if matplotlib is installed, ``curves.png`` into a run's folder.
 
     Args:
         directory: folder with ``metrics.jsonl`` and, if they exist, ``samples.jsonl``,
@@ -63,7 +62,12 @@ def write_report(directory: str | os.PathLike[str]) -> Path:
     records = merge_steps(read_jsonl(directory / METRICS_FILE))
     title = title_of(directory)
     [name] = run_names([directory])
-    save_png(records, directory / "curves.png", f"{title}: {name}")
+    panels = None
+    if has_matplotlib():
+        from torchrl_grpo.extras.report.curves import panel_svg, save_png
+
+        save_png(records, directory / "curves.png", f"{title}: {name}")
+        panels = [(panel, panel_svg(panel, records)) for panel in panels_of(records)]
     samples = read_jsonl(directory / SAMPLES_FILE)
     config = _read(directory / ".hydra" / "config.yaml")
     environment = _environment(directory)
@@ -72,7 +76,7 @@ def write_report(directory: str | os.PathLike[str]) -> Path:
         name=name,
         logged=bool(records),
         summary=summary_of(records),
-        panels=[(panel, panel_svg(panel, records)) for panel in panels_of(records)],
+        panels=panels,
         times=_times(records),
         tested=_tested(samples),
         trained=_trained(samples),
@@ -187,6 +191,6 @@ def page_template(name: str) -> jinja2.Template:
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"text": _text, "percent": percent, "number": number}
-    environment.globals["points"] = points
+    environment.globals |= {"points": points, "no_curves": NO_CURVES}
     environment.filters |= {"duration": duration, "reward": reward_text}
     return environment.get_template(name)

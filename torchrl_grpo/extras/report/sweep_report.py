@@ -16,8 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from torchrl_grpo.extras.report.curves import comparison_svg
-from torchrl_grpo.extras.report.panels import COLORS, LOSS, PANELS, Panel, series
+from torchrl_grpo.extras.report.panels import COLORS, LOSS, PANELS, Panel, has_matplotlib, series
 from torchrl_grpo.extras.report.records import OVERRIDES, overrides_of, short_value
 from torchrl_grpo.extras.report.report import page_template, title_of
 from torchrl_grpo.extras.report.summary import merge_steps, objective, summarize
@@ -106,11 +105,15 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
         for color, setting in zip(colors, settings, strict=True)
     ]
     learned = PANELS[0] if any(series(PANELS[0], job.records) for job in jobs) else LOSS
-    panels = [
-        panel
-        for panel in (_ACCURACY_PANEL, learned, *_OTHER_PANELS)
-        if any(series(panel, job.records) for job in jobs)
-    ]
+    panels = None
+    if has_matplotlib():
+        from torchrl_grpo.extras.report.curves import comparison_svg
+
+        panels = [
+            (panel, comparison_svg(panel, drawn))
+            for panel in (_ACCURACY_PANEL, learned, *_OTHER_PANELS)
+            if any(series(panel, job.records) for job in jobs)
+        ]
     titles = {title_of(directory / job.name) for job in jobs}
     page = page_template("sweep.html.j2").render(
         title=titles.pop() if len(titles) == 1 else "GRPO sweep",
@@ -125,7 +128,7 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
         influences=sorted(
             (influence(jobs, key) for key in keys), key=lambda i: i.by_chance - (i.share or 0.0)
         ),
-        panels=[(panel, comparison_svg(panel, drawn)) for panel in panels],
+        panels=panels,
     )
     path = directory / "sweep.html"
     path.write_text(page, encoding="utf-8", errors="replace")

@@ -320,7 +320,7 @@ def check_service(name: str, settings: Mapping[str, Any]) -> None:
     if not _is_installed(package):
         raise ValueError(
             f"{field}={settings[key]} needs the package {package}, which is not installed: "
-            f"`pip install {package}`, or set {field}={off}."
+            f"`pip install 'torchrl_grpo[{name}]'`, or set {field}={off}."
         )
     if name == "wandb" and settings["mode"] == "online" and not _has_wandb_key():
         raise ValueError(

@@ -95,7 +95,8 @@ class Function(Program):
             )
         if find_spec("openai") is None:
             raise ValueError(
-                f"{what} needs the package openai, which is not installed: pip install openai."
+                f"{what} needs the package openai, which is not installed: pip install "
+                "'torchrl_grpo[agents]'."
             )
         self._play = play
         self._what = what

@@ -16,7 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import h11
+try:
+    import h11
+except ModuleNotFoundError as error:
+    raise ValueError(
+        "env.agent needs the package h11, which is not installed: pip install "
+        "'torchrl_grpo[agents]'."
+    ) from error
 
 from torchrl_grpo.integrations.agents.protocol import (
     ANTHROPIC,

@@ -84,7 +84,7 @@ async def judge(
     Raises:
         ValueError: an option is invalid, or the reply has no rating on the scale.
         RuntimeError: the endpoint did not answer.
-        ImportError: httpx is missing.
+        ImportError: httpx2 is missing.
     """
     low, high = scale
     if not low < high:
@@ -180,7 +180,7 @@ def _client(url: str, concurrency: int, api_key_env: str) -> HttpClient:
             clients[options] = HttpClient(url, key_variable=api_key_env, concurrency=concurrency)
         except ImportError as error:
             raise ImportError(
-                "reward 'judge' needs the package httpx, but it is missing: pip install "
+                "reward 'judge' needs the package httpx2, but it is missing: pip install "
                 "'torchrl_grpo[rewards]'."
             ) from error
     return clients[options]

@@ -210,12 +210,11 @@ SEQUENCE_COUNT = ("loss", "num_sequences")
 """[1] int64. Sequences with a sampled token in the whole optimization batch. Written by
 ``GRPOLoss.normalize``; read by the loss.
 """
-TOKEN_ROLES = ("loss", "token_roles")
-"""[T] uint8 or bool. 0 on tokens that a rule over the whole optimization batch leaves out of the
-objective, 1 on others; 2 on those that ``KLCovLoss`` penalizes. Written by ``GRPOLoss.normalize``;
-read by the loss.
-"""
-DEMONSTRATION_WEIGHTS = ("loss", "demonstration_weights")
-"""[T] float32. Each token's share of the demonstrations' log-likelihood. Written by
+DEMONSTRATION_COUNT = ("loss", "num_demonstration_tokens")
+"""[1] int64. Tokens of the demonstrations of the whole optimization batch. Written by
 ``GRPOLoss.normalize``; read by the loss.
+"""
+TOKEN_ROLES = ("loss", "token_roles")
+"""[T] bool. False on tokens that a rule over the whole optimization batch leaves out of the
+objective. Written by ``GRPOLoss.normalize``; read by the loss.
 """

@@ -368,7 +368,7 @@ class GRPOTrainer:
             each: the pass, over sequences from ``PolicyLoss.prepare``.
             batch: that they are of, for an actor network that reads TensorDicts.
         """
-        rows = self.loss.count(each.rows).to(self.device)
+        rows = each.rows
         with autocast(self.device, self.autocast_dtype):
             if each.layout is not None:
                 scores = self.loss.score(rows, each.layout)

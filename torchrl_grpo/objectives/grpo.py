@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_grpo.checks import (
     Aggregation,
@@ -41,13 +41,11 @@ class Setting:
     """An attribute of a loss that is an attribute of one of its parts.
 
     Args:
-        part: path of the part in the loss.
-        name: attribute of the part.
+        path: of the part in the loss, a dot, and the attribute of the part.
     """
 
-    def __init__(self, part: str, name: str) -> None:
-        self.part = part
-        self.name = name
+    def __init__(self, path: str) -> None:
+        self.part, _, self.name = path.rpartition(".")
 
     def __get__(self, loss: Any, owner: type) -> Any:
         """Return the attribute of the part."""
@@ -81,14 +79,15 @@ class GRPOLoss(PolicyLoss):
             model.
 
     Keyword Args:
-        objective: the objective of each token; ``Clip`` by default.
+        objective: the objective of each token; by default, an ``objective_type``.
         select: selections of tokens, besides those of the other arguments.
         clip_epsilon: clip range of the ratio, ``e`` for ``[1 - e, 1 + e]`` or a pair ``(low,
-            high)``. Low is in [0, 1] (1 disables the lower bound), high is at least 0.
+            high)``. Low is in [0, 1] (1 disables the lower bound), high is at least 0. None is that
+            of the objective, 0.2 of ``Clip``.
         ratio_level: ``"token"``; ``"sequence"``, the exponential of the mean log-ratio of a
             sequence for all of its tokens (GSPO, arXiv 2507.18071); or ``"sequence_token"``, the
             same value with each token's own gradient (GSPO-token).
-        aggregation: average over tokens, see ``functional.token_weights``.
+        aggregation: average over tokens, see ``objectives.tokens.token_weights``.
         constant_length: divisor of ``aggregation="constant"``, in tokens, at least 1; required
             there, and not read by other aggregations. The longest response allowed gives Dr. GRPO
             (arXiv 2503.20783), 1 a plain sum.
@@ -99,16 +98,16 @@ class GRPOLoss(PolicyLoss):
             (decoupled PPO, arXiv 2505.24298): ``"recomputed"`` reads ``prox_log_prob``, the
             trainer's log-probs from before the batch's first step; ``"current"`` is the same with
             one optimizer step per batch, the current policy without gradient; ``"interpolated"``
-            estimates them from ``staleness`` (``functional.interpolated_log_prob``).
+            estimates them from ``staleness``.
         behaviour_weight: bound of the factor proximal / sampling probability of the objective:
             ``"truncate"`` and ``"mask"`` are truncated and masked importance sampling; ``"none"``
-            is weight 1. See ``functional.behaviour_weight``.
+            is weight 1. See ``OffPolicy``.
         behaviour_level: whether a weight is that of a ``"token"`` or of its ``"sequence"``.
         behaviour_cap: largest weight, above 0.
         behaviour_floor: smallest weight, at most the cap; above 0 it bounds weights on both sides.
         rejection: rules that remove tokens and sequences from the objective, but not from the KL
             and entropy terms or the divisors of means: bounds by rule, ``{"geometric": (0.99,
-            1.01)}``. A token must pass all given rules of ``functional.REJECTIONS``;
+            1.01)}``. A token must pass all given rules, methods of ``objectives.off_policy.Mismatch``;
             ``checks.check_rejection`` explains one number in place of a pair. The rules compare the
             sampling policy with the trainer's from before the batch's first step if ``proximal`` is
             ``"recomputed"``, else with the current one; ``off_policy`` and ``dppo_*`` always with
@@ -179,26 +178,27 @@ class GRPOLoss(PolicyLoss):
         >>> sum(value for name, value in out.items() if name.startswith("loss_")).backward()  # doctest: +SKIP
     """
 
-    ratio_level = Setting("off_policy", "ratio_level")
-    proximal = Setting("off_policy", "proximal")
-    behaviour_weight = Setting("off_policy", "weight")
-    behaviour_level = Setting("off_policy", "level")
-    behaviour_cap = Setting("off_policy", "cap")
-    behaviour_floor = Setting("off_policy", "floor")
-    rejection = Setting("off_policy", "reject")
-    score_centering = Setting("off_policy", "centering")
-    clip_epsilon_low = Setting("objective", "low")
-    clip_epsilon_high = Setting("objective", "high")
-    clip_epsilon = Setting("objective", "clip_epsilon")
-    kl_to_ref_coeff = Setting("terms.0", "coeff")
-    kl_estimator = Setting("terms.0", "estimator")
-    kl_bias_correction = Setting("terms.0", "unbiased")
-    kl_to_inference_coeff = Setting("terms.1", "coeff")
-    entropy_coeff = Setting("terms.2", "coeff")
-    teacher_coeff = Setting("terms.3", "coeff")
-    teacher_clip = Setting("terms.3", "clip")
-    mask_truncated = Setting("select.1", "on")
-    top_entropy_quantile = Setting("select.2", "share")
+    objective_type: type[Surrogate] = Clip
+    ratio_level = Setting("off_policy.ratio_level")
+    proximal = Setting("off_policy.proximal")
+    behaviour_weight = Setting("off_policy.weight")
+    behaviour_level = Setting("off_policy.level")
+    behaviour_cap = Setting("off_policy.cap")
+    behaviour_floor = Setting("off_policy.floor")
+    rejection = Setting("off_policy.reject")
+    score_centering = Setting("off_policy.centering")
+    clip_epsilon_low = Setting("objective.low")
+    clip_epsilon_high = Setting("objective.high")
+    clip_epsilon = Setting("objective.clip_epsilon")
+    kl_to_ref_coeff = Setting("terms.0.coeff")
+    kl_estimator = Setting("terms.0.estimator")
+    kl_bias_correction = Setting("terms.0.unbiased")
+    kl_to_inference_coeff = Setting("terms.1.coeff")
+    entropy_coeff = Setting("terms.2.coeff")
+    teacher_coeff = Setting("terms.3.coeff")
+    teacher_clip = Setting("terms.3.clip")
+    mask_truncated = Setting("select.1.on")
+    top_entropy_quantile = Setting("select.2.share")
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class GRPOLoss(PolicyLoss):
         *,
         objective: Surrogate | None = None,
         select: Sequence[Select] = (),
-        clip_epsilon: float | tuple[float, float] = 0.2,
+        clip_epsilon: float | tuple[float, float] | None = None,
         ratio_level: RatioLevel = "token",
         aggregation: Aggregation = "sequence_mean",
         constant_length: int | None = None,
@@ -233,12 +233,9 @@ class GRPOLoss(PolicyLoss):
         **others: Any,
     ) -> None:
         load_extra("refuse_arguments")(type(self), others)
-        objective = Clip() if objective is None else objective
-        objective.clip_epsilon = clip_epsilon
-        to_ref = KLTo("ref", kl_to_ref_coeff, kl_estimator, unbiased=kl_bias_correction)
-        to_inference = KLTo("inference", kl_to_inference_coeff, kl_estimator)
-        bonus, distill = Entropy(entropy_coeff), Distill(teacher_coeff, teacher_clip)
-        truncated, top_entropy = NotTruncated(on=mask_truncated), TopEntropy(top_entropy_quantile)
+        objective = self.objective_type() if objective is None else objective
+        if clip_epsilon is not None:
+            objective.clip_epsilon = clip_epsilon
         check_top_entropy(top_entropy_quantile, proximal)
         super().__init__(
             actor_network,
@@ -251,11 +248,21 @@ class GRPOLoss(PolicyLoss):
                 behaviour_cap,
                 behaviour_floor,
                 rejection,
-                centering=score_centering,
+                score_centering,
             ),
-            select=[Valid(), truncated, top_entropy, *select],
-            terms=[to_ref, to_inference, bonus, distill],
-            reduce=aggregation,
+            select=[
+                Valid(),
+                NotTruncated(mask_truncated),
+                TopEntropy(top_entropy_quantile),
+                *select,
+            ],
+            terms=[
+                KLTo("ref", kl_to_ref_coeff, kl_estimator, kl_bias_correction),
+                KLTo("inference", kl_to_inference_coeff, kl_estimator),
+                Entropy(entropy_coeff),
+                Distill(teacher_coeff, teacher_clip),
+            ],
+            aggregation=aggregation,
             constant_length=constant_length,
             dual_clip=dual_clip,
             kl_mask_threshold=kl_mask_threshold,
@@ -265,53 +272,46 @@ class GRPOLoss(PolicyLoss):
         _adapt(self)
 
 
-_FORMER = {
-    "surrogate": ("a Surrogate", "objective", "forward", ("ratio", "log_prob", "advantage")),
-    "clipped": ("a Surrogate", "objective", "clipped", ("ratio", "advantage")),
-    "kl": ("a Term", "terms.0", "kl", ("log_prob", "ref_log_probs")),
-}
-"""Methods that subclasses had, and which part calls them in place of its own, with what."""
+_FORMER = {"surrogate": "a Surrogate", "clipped": "a Surrogate", "kl": "a Term"}
+"""Methods of subclasses that are called for one more release, and the part to write instead."""
 _REFUSED = {
     "ratio": "an OffPolicy",
     "behaviour": "a Surrogate",
     "token_roles": "a Select",
     "_objective": "a Surrogate",
 }
-"""Other methods that subclasses had, and the part to write instead."""
+"""Those that are refused, likewise."""
 
 
 def _adapt(loss: GRPOLoss) -> None:
-    """Make the parts of a loss call the methods that a subclass has in the former way, for one
-    release.
-    """
-    kind, page = type(loss), "(docs/tutorials/own_loss.md)."
-    for method, part in _REFUSED.items():
+    """Let the parts of a loss call the methods that a subclass has in the former way."""
+    kind = type(loss)
+    for method, part in (_FORMER | _REFUSED).items():
         if hasattr(kind, method):
-            raise TypeError(
-                f"{kind.__name__}.{method} must not be overridden, since a loss is made of parts: "
-                f"write {part} {page}"
-            )
-    for method, (part, path, name, arguments) in _FORMER.items():
-        if hasattr(kind, method):
-            message = f"{kind.__name__}.{method} works for one more release: write {part} {page}"
-            warnings.warn(message, FutureWarning, stacklevel=4)
-            setattr(loss.get_submodule(path), name, partial(_by_rows, loss, method, arguments))
-            if method == "kl":
-                others = ("log_prob", "sample_log_prob")
-                loss.terms[1].kl = partial(_by_rows, loss, method, others)
+            name, fix = f"{kind.__name__}.{method}", f"write {part} (docs/tutorials/own_loss.md)."
+            if method in _REFUSED:
+                raise TypeError(
+                    f"{name} must not be overridden, since a loss is made of parts: {fix}"
+                )
+            warnings.warn(f"{name} works for one more release: {fix}", FutureWarning, stacklevel=4)
+    objective: Any = loss.objective
+    if hasattr(loss, "surrogate"):
+        objective.forward = partial(_by_rows, loss.surrogate, ("ratio", "log_prob", "advantage"))
+    if hasattr(loss, "clipped"):
+        objective.clipped = partial(_by_rows, loss.clipped, ("ratio", "advantage"))
+    if hasattr(loss, "kl"):
+        for term in loss.terms[:2]:
+            term.kl = partial(_by_rows, loss.kl, ("log_prob", term.other))
 
 
-def _by_rows(loss: GRPOLoss, method: str, names: Sequence[str], t: Tokens) -> Any:
-    """Call a method of a loss with values of each sequence, [B, T] padded with 0 (ratios with 1)."""
-    rows = t.rows
-    place = torch.arange(len(rows.row), device=rows.row.device) - rows.offsets[rows.row]
-    width = int(rows.sizes.max()) if len(rows) else 0
-
-    def padded(name: str) -> Tensor:
-        whole = t[name].new_full((len(rows), width), float(name == "ratio"))
-        return whole.index_put((rows.row, place), t[name])
-
-    out = getattr(loss, method)(*map(padded, names))
-    values = out if isinstance(out, tuple) else (out,)
-    flat = tuple(value.expand(len(rows), width)[rows.row, place] for value in values)
+def _by_rows(method: Any, names: Sequence[str], t: Tokens) -> Any:
+    """Call a method with values of each sequence, [B, T] padded with 0 (ratios with 1)."""
+    sizes = t.segments.sizes.tolist()
+    rows = [pad_sequence(t[name].split(sizes), True, float(name == "ratio")) for name in names]
+    out = method(*rows)
+    parts = out if isinstance(out, tuple) else (out,)
+    flat = [
+        torch.cat([row[:size] for row, size in zip(value.expand_as(rows[0]), sizes, strict=True)])
+        for value in parts
+    ]
     return flat if isinstance(out, tuple) else flat[0]

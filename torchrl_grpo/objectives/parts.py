@@ -6,6 +6,7 @@ Each says what it reads. Write your own from ``Surrogate``, ``Select``, or ``Ter
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,13 +27,15 @@ class Part(nn.Module):
             and the log-probs.
         optional_in_keys: those that it reads if a batch has them.
         prepared: names of the values that ``prepare`` returns.
-        out_keys: names of the metrics that it returns.
     """
 
     in_keys: tuple[NestedKey, ...] = ()
     optional_in_keys: tuple[NestedKey, ...] = ()
     prepared: tuple[str, ...] = ()
-    out_keys: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Initialize the module of a part that is a dataclass."""
+        super().__init__()
 
     def prepare(self, t: Tokens) -> dict[str, Tensor]:
         """Return values [S] that depend on the whole optimization batch, which its passes then have
@@ -67,9 +70,13 @@ class Surrogate(Part):
         for name, bound in (("low", low), ("high", high)):
             self.register_buffer(name, torch.tensor(float(bound), device="cpu"))
 
+    def __post_init__(self) -> None:
+        """Initialize the module of a surrogate that is a dataclass, which has the default bounds."""
+        Surrogate.__init__(self)
+
     @property
     def clip_epsilon(self) -> tuple[Tensor, Tensor]:
-        """Both bounds; they can be set to a number or a pair."""
+        """Distances of both bounds from 1; they can be set to a number or a pair."""
         return self.low, self.high
 
     @clip_epsilon.setter
@@ -82,6 +89,11 @@ class Surrogate(Part):
             value = torch.full_like(getattr(self, name), float(value))
         super().__setattr__(name, value)
 
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """Smallest and largest ratio of the clip."""
+        return 1 - self.low, 1 + self.high
+
     def forward(self, t: Tokens) -> Tensor:
         """Return the objective of each token, [S]."""
         raise NotImplementedError
@@ -90,20 +102,25 @@ class Surrogate(Part):
         """Return, [S] bool each, the tokens without gradient because of the lower and the upper
         clip, for the metrics.
         """
-        ratio, advantage = t["ratio"], t["advantage"]
-        return (ratio < 1 - self.low) & (advantage < 0), (ratio > 1 + self.high) & (advantage > 0)
+        (low, high), ratio, advantage = self.bounds, t["ratio"], t["advantage"]
+        return (ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0)
 
 
 class Clip(Surrogate):
     """PPO's clipped surrogate."""
 
     def forward(self, t: Tokens) -> Tensor:
-        """See ``functional.clipped_surrogate``."""
-        return F.clipped_surrogate(t["ratio"], t["advantage"], self.low, self.high)
+        """Return ``min(ratio A, clip(ratio, 1 - low, 1 + high) A)``. Its gradient is 0 where the
+        clipped branch is the smaller one.
+        """
+        ratio, advantage = t["ratio"], t["advantage"]
+        return torch.minimum(ratio * advantage, ratio.clamp(*self.bounds) * advantage)
 
 
 class CISPO(Surrogate):
-    """A clipped ratio without gradient, times advantage and log-prob (arXiv 2506.13585)."""
+    """A clipped ratio without gradient, times advantage and log-prob (arXiv 2506.13585), so that no
+    token loses its gradient to the clip.
+    """
 
     bounds_itself = True
 
@@ -111,37 +128,48 @@ class CISPO(Surrogate):
         super().__init__(low, high)
 
     def forward(self, t: Tokens) -> Tensor:
-        """See ``functional.cispo_objective``."""
-        return F.cispo_objective(t["ratio"], t["log_prob"], t["advantage"], self.low, self.high)
+        """Return ``stop_gradient(clip(ratio)) A log_prob`` (equation 4)."""
+        return t["ratio"].clamp(*self.bounds).detach() * t["advantage"] * t["log_prob"]
 
     def clipped(self, t: Tokens) -> tuple[Tensor, Tensor]:
         """Return, [S] bool each, the tokens with weights at the lower and at the upper bound."""
-        return t["ratio"] < 1 - self.low, t["ratio"] > 1 + self.high
+        low, high = self.bounds
+        return t["ratio"] < low, t["ratio"] > high
 
 
-class SAPO(Surrogate):
+class _Positive(Surrogate):
+    """A surrogate that is a dataclass of numbers above 0."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        super().__post_init__()
+        for number in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, number.name)
+            if value <= 0:
+                raise ValueError(f"{number.name}={value} must be above 0: use {number.default}.")
+
+
+@dataclass(eq=False)
+class SAPO(_Positive):
     """A soft gate in place of the clip (arXiv 2511.20347); ``SAPOLoss`` has the arguments."""
 
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
     bounds_itself = True
 
-    def __init__(self, tau_positive: float = 1.0, tau_negative: float = 1.05) -> None:
-        super().__init__()
-        if tau_positive <= 0 or tau_negative <= 0:
-            raise ValueError(
-                f"tau_positive={tau_positive} and tau_negative={tau_negative} must be above 0: use "
-                "1.0 and 1.05."
-            )
-        self.tau_positive = tau_positive
-        self.tau_negative = tau_negative
-
     def forward(self, t: Tokens) -> Tensor:
-        """See ``functional.sapo_objective``."""
-        return F.sapo_objective(t["ratio"], t["advantage"], self.tau_positive, self.tau_negative)
+        """Return ``4 / tau * sigmoid(tau (ratio - 1)) A``.
+
+        At ratio 1 its slope is A, as in the clipped surrogate; away from 1 it falls off smoothly,
+        faster for a larger tau.
+        """
+        tau = _by_sign(t["advantage"] > 0, t["ratio"], self.tau_positive, self.tau_negative)
+        return 4 / tau * torch.sigmoid(tau * (t["ratio"] - 1)) * t["advantage"]
 
 
 class GMPO(Surrogate):
-    """The geometric mean of a sequence's clipped ratios (arXiv 2507.20673). The clip range is a
-    distance from 0 in log space.
+    """The geometric mean of a sequence's clipped ratios, times its advantage (arXiv 2507.20673).
+    The clip range is a distance from 0 in log space.
     """
 
     bounds_itself = True
@@ -149,74 +177,82 @@ class GMPO(Surrogate):
     def __init__(self, low: float = 0.4, high: float = 0.4) -> None:
         super().__init__(low, high)
 
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """Smallest and largest ratio of the clip."""
+        return (-self.low).exp(), self.high.exp()
+
     def forward(self, t: Tokens) -> Tensor:
-        """See ``functional.gmpo_objective``."""
-        return F.gmpo_objective(t["ratio"], t["advantage"], t.rows, self.low, self.high)
+        """Return equation 4. Log-ratios are clipped, to ``high`` where the advantage is positive
+        and to ``-low`` where it is negative.
+        """
+        log_ratio, segments = t["ratio"].log(), t.segments
+        down, up = log_ratio.clamp(min=-self.low), log_ratio.clamp(max=self.high)
+        mean = segments.mean(torch.where(t["advantage"] < 0, down, up))
+        return segments.spread(mean).exp() * t["advantage"]
 
-    def clipped(self, t: Tokens) -> tuple[Tensor, Tensor]:
-        """Compare ratios with the exponentials of the range."""
-        ratio, advantage = t["ratio"], t["advantage"]
-        low, high = (-self.low).exp(), self.high.exp()
-        return (ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0)
 
-
-class VESPO(Surrogate):
+@dataclass(eq=False)
+class VESPO(_Positive):
     """A soft gate of the whole sequence's ratio (arXiv 2602.10693); ``VESPOLoss`` has the
     arguments.
     """
 
+    k_positive: float = 2.0
+    lambda_positive: float = 3.0
+    k_negative: float = 3.0
+    lambda_negative: float = 2.0
     bounds_itself = True
 
-    def __init__(
-        self,
-        k_positive: float = 2.0,
-        lambda_positive: float = 3.0,
-        k_negative: float = 3.0,
-        lambda_negative: float = 2.0,
-    ) -> None:
-        super().__init__()
-        if min(k_positive, k_negative, lambda_positive, lambda_negative) <= 0:
-            raise ValueError(
-                f"k_positive={k_positive}, k_negative={k_negative}, "
-                f"lambda_positive={lambda_positive} and lambda_negative={lambda_negative} must be "
-                "above 0: use 2.0, 3.0, 3.0 and 2.0."
-            )
-        self.k_positive = k_positive
-        self.lambda_positive = lambda_positive
-        self.k_negative = k_negative
-        self.lambda_negative = lambda_negative
-
     def forward(self, t: Tokens) -> Tensor:
-        """See ``functional.vespo_objective``."""
-        k = (self.k_positive, self.k_negative)
-        decay = (self.lambda_positive, self.lambda_negative)
-        return F.vespo_objective(t["ratio"], t["log_prob"], t["advantage"], t.rows, k, decay)
+        """Return ``stop_gradient(W^k exp(lambda (1 - W))) A log_prob``, W the product of the
+        sequence's ratios.
+        """
+        ratio, is_positive = t["ratio"].detach(), t["advantage"] >= 0
+        log_weight = t.segments.spread(t.segments.sum(ratio.log()))
+        log_weight = log_weight.clamp(math.log(1e-8), F.MAX_LOG_RATIO)
+        power = _by_sign(is_positive, ratio, self.k_positive, self.k_negative)
+        rate = _by_sign(is_positive, ratio, self.lambda_positive, self.lambda_negative)
+        gate = (rate + power * log_weight - rate * log_weight.exp()).exp()
+        return gate * t["advantage"] * t["log_prob"]
 
 
-class KLCov(Surrogate):
+def _by_sign(is_positive: Tensor, like: Tensor, positive: float, negative: float) -> Tensor:
+    """Return one of two numbers for each token, in the type of ``like``; torch.where alone would
+    make them float32.
+    """
+    return torch.where(is_positive, like.new_tensor(positive), like.new_tensor(negative))
+
+
+@dataclass(eq=False)
+class KLCov(_Positive):
     """The ratio times the advantage, and a penalty on the tokens with the largest covariance of
     log-prob and advantage (arXiv 2505.22617); ``KLCovLoss`` has the arguments.
     """
 
+    covariance_share: float = 0.0002
+    penalty: float = 1.0
     in_keys = ("advantage",)
     prepared = ("penalized",)
 
-    def __init__(self, covariance_share: float = 0.0002, penalty: float = 1.0) -> None:
-        super().__init__()
-        _check_share(covariance_share)
-        if penalty <= 0:
-            raise ValueError(f"penalty={penalty} must be above 0: use 1.0.")
-        self.covariance_share = covariance_share
-        self.penalty = penalty
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        super().__post_init__()
+        _check_share(self.covariance_share)
 
     def prepare(self, t: Tokens) -> dict[str, Tensor]:
-        """Mark the tokens that are penalized."""
-        share = self.covariance_share
-        return {"penalized": F.kl_cov_tokens(t["sample_log_prob"], t["advantage"], share)}
+        """Mark the tokens that are penalized: the share of them, at least one, with the largest
+        covariance (equation 12).
+        """
+        covariance = _covariance(t)
+        count = min(len(covariance), max(1, int(self.covariance_share * len(covariance))))
+        penalized = torch.zeros_like(covariance, dtype=torch.bool)
+        return {"penalized": penalized.index_fill(0, covariance.topk(count).indices, True)}
 
     def forward(self, t: Tokens) -> Tensor:
-        """See ``functional.kl_cov_objective``."""
-        return F.kl_cov_objective(t["ratio"], t["advantage"], t["penalized"], self.penalty)
+        """Return ``ratio A``, less ``penalty |log ratio|`` where it is penalized (equation 13)."""
+        penalty = torch.where(t["penalized"], self.penalty * t["ratio"].log().abs(), 0.0)
+        return t["ratio"] * t["advantage"] - penalty
 
 
 class LogLikelihood(Surrogate):
@@ -235,93 +271,103 @@ class Select(Part):
     is_of_loss = False
     """Whether other tokens leave the whole loss, with all its means; else the objective alone."""
 
-    def forward(self, t: Tokens) -> Tensor:
-        """Return the tokens to train, [S] bool. They have no scores yet."""
+    def forward(self, t: Tokens) -> Tensor | bool:
+        """Return the tokens to train, [S] bool, or True for all. They have no scores yet."""
         raise NotImplementedError
 
 
 class Valid(Select):
-    """The tokens of sequences with a valid reward."""
+    """The tokens of sequences with a valid reward; all if the batch does not say."""
 
     is_of_loss = True
     optional_in_keys = ("reward_valid",)
 
-    def forward(self, t: Tokens) -> Tensor:
-        """Return the tokens with a valid reward; all if the batch does not say."""
-        if "reward_valid" not in t:
-            return torch.ones_like(t["sample_log_prob"], dtype=torch.bool)
-        return t["reward_valid"].bool()
+    def forward(self, t: Tokens) -> Tensor | bool:
+        """Return the tokens with a valid reward."""
+        return "reward_valid" not in t or t["reward_valid"].bool()
 
 
+@dataclass(eq=False)
 class NotTruncated(Select):
-    """The tokens of responses that no limit cut off."""
+    """The tokens of responses that no limit cut off; all tokens unless ``on``."""
 
+    on: bool = True
     is_of_loss = True
 
-    def __init__(self, *, on: bool = True) -> None:
-        super().__init__()
-        self.on = on
-
     @property
     def in_keys(self) -> tuple[NestedKey, ...]:  # type: ignore[override]
-        """Whether a response was cut off."""
+        """Return ``truncated``, unless all tokens are selected."""
         return ("truncated",) if self.on else ()
 
-    def forward(self, t: Tokens) -> Tensor:
+    def forward(self, t: Tokens) -> Tensor | bool:
         """Return the tokens of whole responses."""
-        if not self.on:
-            return torch.ones_like(t["sample_log_prob"], dtype=torch.bool)
-        return ~t["truncated"].bool()
+        return not self.on or ~t["truncated"].bool()
 
 
+@dataclass(eq=False)
 class TopEntropy(Select):
-    """The share of tokens with the largest entropy under the proximal policy (arXiv 2506.01939)."""
+    """The share of tokens, in (0, 1], with the largest entropy under the proximal policy, where the
+    policy decides (arXiv 2506.01939).
+    """
 
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
+    share: float
 
     @property
     def in_keys(self) -> tuple[NestedKey, ...]:  # type: ignore[override]
-        """The entropies, if tokens are left out."""
+        """Return ``prox_entropy``, unless all tokens are selected."""
         return ("prox_entropy",) if self.share < 1 else ()
 
-    def forward(self, t: Tokens) -> Tensor:
-        """See ``functional.top_entropy_tokens``."""
-        if self.share == 1:
-            return torch.ones_like(t["sample_log_prob"], dtype=torch.bool)
-        return F.top_entropy_tokens(t["prox_entropy"], self.share)
+    def forward(self, t: Tokens) -> Tensor | bool:
+        """Return the tokens from the quantile ``1 - share`` on, which is linearly interpolated."""
+        if self.share == 1 or not len(t["prox_entropy"]):
+            return True
+        values = t["prox_entropy"].double().sort().values
+        place = (1 - self.share) * (len(values) - 1)
+        low, high = values[math.floor(place)], values[math.ceil(place)]
+        return t["prox_entropy"] >= low + (high - low) * (place - math.floor(place))
 
 
+@dataclass(eq=False)
 class ClipCov(Select):
-    """All tokens but some of a large covariance of log-prob and advantage (arXiv 2505.22617);
-    ``ClipCovLoss`` has the arguments.
+    """All tokens but some of a large covariance of log-prob and advantage (arXiv 2505.22617,
+    equation 11); ``ClipCovLoss`` has the arguments.
     """
 
+    covariance_share: float = 0.0002
+    covariance_low: float = 1.0
+    covariance_high: float = 5.0
     in_keys = ("advantage",)
 
-    def __init__(
-        self,
-        covariance_share: float = 0.0002,
-        covariance_low: float = 1.0,
-        covariance_high: float = 5.0,
-    ) -> None:
-        super().__init__()
-        _check_share(covariance_share)
-        if not covariance_low < covariance_high:
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        super().__post_init__()
+        _check_share(self.covariance_share)
+        if not self.covariance_low < self.covariance_high:
             raise ValueError(
-                f"covariance_low={covariance_low} must be below covariance_high={covariance_high}: "
-                "use 1.0 and 5.0."
+                f"covariance_low={self.covariance_low} must be below covariance_high="
+                f"{self.covariance_high}: use 1.0 and 5.0."
             )
-        self.covariance_share = covariance_share
-        self.covariance_low = covariance_low
-        self.covariance_high = covariance_high
 
     def forward(self, t: Tokens) -> Tensor:
-        """See ``functional.clip_cov_tokens``."""
-        bounds = (self.covariance_low, self.covariance_high)
-        share = self.covariance_share
-        return ~F.clip_cov_tokens(t["sample_log_prob"], t["advantage"], share, bounds)
+        """Return all tokens but those drawn, at least one, from those between the bounds. The seed
+        is fixed, so that all ranks and a resumed run draw the same.
+        """
+        covariance = _covariance(t)
+        inside = (covariance > self.covariance_low) & (covariance < self.covariance_high)
+        candidates = inside.nonzero().flatten()
+        order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(0))
+        count = max(1, int(self.covariance_share * len(covariance)))
+        drawn = candidates[order[:count].to(candidates.device)]
+        return torch.ones_like(inside).index_fill(0, drawn, False)
+
+
+def _covariance(t: Tokens) -> Tensor:
+    """Return the contribution of each token to the covariance of the log-prob at the start of the
+    batch's training and the advantage, [S].
+    """
+    log_prob = t["sample_log_prob"]
+    advantage = t["advantage"].to(log_prob.dtype)
+    return (advantage - advantage.mean()) * (log_prob - log_prob.mean())
 
 
 def _check_share(share: float) -> None:
@@ -333,27 +379,25 @@ class Term(Part):
     """A term of the loss besides the objective, ``loss_`` and its name.
 
     Args:
-        coeff: its weight, at least 0; at 0 it has only metrics.
+        coeff: its weight, at least 0; at 0 (or None) it has only metrics.
     """
 
     name: str
+    coeff: float
 
     def __init__(self, coeff: float | None) -> None:
         super().__init__()
-        self.coeff = coeff
+        self.coeff = coeff or 0.0
 
-    @property
-    def coeff(self) -> float:
-        """Weight of the term."""
-        return self._coeff
-
-    @coeff.setter
-    def coeff(self, value: float | None) -> None:
-        if (value or 0.0) < 0:
-            raise ValueError(
-                f"{self.name}_coeff={value} must not be negative: use 0 to switch the term off."
-            )
-        self._coeff = value or 0.0
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Check the coefficient, whenever it is set."""
+        if name == "coeff":
+            value = value or 0.0
+            if value < 0:
+                raise ValueError(
+                    f"{self.name}_coeff={value} must not be negative: use 0 to switch the term off."
+                )
+        super().__setattr__(name, value)
 
     def forward(self, t: Tokens) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Return the values to average, [S], which are not read with a coefficient of 0, and
@@ -362,6 +406,7 @@ class Term(Part):
         raise NotImplementedError
 
 
+@dataclass(eq=False)
 class KLTo(Term):
     """The KL to the reference (``"ref"``) or the sampling policy (``"inference"``).
 
@@ -372,37 +417,27 @@ class KLTo(Term):
         unbiased: whether it is multiplied by the ratio (DeepSeek-V3.2, arXiv 2512.02556).
     """
 
-    def __init__(
-        self,
-        policy: Literal["ref", "inference"],
-        coeff: float | None = 0.0,
-        estimator: KLEstimator = "k3",
-        *,
-        unbiased: bool = False,
-    ) -> None:
-        check_choice("kl_estimator", estimator, get_args(KLEstimator))
-        self.name = f"kl_to_{policy}"
-        super().__init__(coeff)
-        self.policy = policy
-        self.estimator = estimator
-        self.unbiased = unbiased
-        self.other = "sample_log_prob" if policy == "inference" else f"{policy}_log_probs"
+    policy: Literal["ref", "inference"]
+    coeff: float = 0.0
+    estimator: KLEstimator = "k3"
+    unbiased: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        super().__post_init__()
+        check_choice("kl_estimator", self.estimator, get_args(KLEstimator))
+        self.other = "sample_log_prob" if self.policy == "inference" else "ref_log_probs"
+        self.optional_in_keys = (self.other,)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """Return the name of the term."""
+        return f"kl_to_{self.policy}"
 
     @property
     def in_keys(self) -> tuple[NestedKey, ...]:  # type: ignore[override]
-        """The other policy's log-probs, with a coefficient."""
+        """Return the other policy's log-probs, with a coefficient."""
         return (self.other,) if self.coeff else ()
-
-    @property
-    def optional_in_keys(self) -> tuple[NestedKey, ...]:  # type: ignore[override]
-        """The same, for the metrics."""
-        return (self.other,)
-
-    @property
-    def out_keys(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Two estimates."""
-        always = bool(self.coeff) or self.policy == "inference"
-        return (f"kl_k1_to_{self.policy}", f"kl_k3_to_{self.policy}") if always else ()
 
     def kl(self, t: Tokens) -> Tensor:
         """Return the KL of each token, [S]."""
@@ -422,13 +457,13 @@ class Entropy(Term):
     """The entropy bonus."""
 
     name = "entropy"
-    out_keys = ("entropy",)
 
-    def forward(self, t: Tokens) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def forward(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """Return minus the entropy."""
         return -t["entropy"], t.means(entropy=t["entropy"])
 
 
+@dataclass(eq=False)
 class Distill(Term):
     """The divergence from a teacher.
 
@@ -437,37 +472,27 @@ class Distill(Term):
         clip: largest divergence of a token that counts, in nats; None is unbounded.
     """
 
+    coeff: float = 0.0
+    clip: float | None = None
     name = "teacher"
     optional_in_keys = ("teacher_valid", "teacher_log_probs")
 
-    def __init__(self, coeff: float = 0.0, clip: float | None = None) -> None:
-        super().__init__(coeff)
-        self.clip = clip
-
     @property
     def in_keys(self) -> tuple[NestedKey, ...]:  # type: ignore[override]
-        """The divergence, with a coefficient."""
+        """Return the divergence, with a coefficient."""
         return ("divergence",) if self.coeff else ()
-
-    @property
-    def out_keys(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The mean divergence, with a coefficient."""
-        return ("divergence_to_teacher",) if self.coeff else ()
 
     def forward(self, t: Tokens) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Return the divergence, 0 without a teacher, and metrics that the batch has data for."""
-        divergence = None
-        out: dict[str, Tensor] = {}
-        valid = t["teacher_valid"] > 0 if "teacher_valid" in t else None
+        divergence, out = None, dict[str, Tensor]()
+        valid = (
+            t["teacher_valid"] > 0 if "teacher_valid" in t else torch.ones_like(t["log_prob"]) > 0
+        )
         if self.coeff:
-            divergence = t["divergence"]
-            if valid is not None:
-                divergence = torch.where(valid, divergence, 0.0)
+            divergence = torch.where(valid, t["divergence"], 0.0)
             divergence = divergence.clamp(max=math.inf if self.clip is None else self.clip)
             out = t.means(divergence_to_teacher=divergence)
         if "teacher_log_probs" in t:
-            log_prob = t["teacher_log_probs"]
-            if valid is not None:
-                log_prob = torch.where(valid, log_prob, t["log_prob"].detach())
+            log_prob = torch.where(valid, t["teacher_log_probs"], t["log_prob"].detach())
             out |= t.kl_means("teacher", log_prob)
         return divergence, out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -27,24 +27,14 @@ from torchrl_grpo.models.padding import (
 )
 from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import TokenScorer, WrapperScorer
+from torchrl_grpo.models.segments import Segments
 from torchrl_grpo.models.sharding import compute_device
 from torchrl_grpo.objectives.off_policy import OffPolicy
-from torchrl_grpo.objectives.output import TORCHRL_METRICS, GRPOLossOutput
+from torchrl_grpo.objectives.output import GRPOLossOutput
 from torchrl_grpo.objectives.parts import Part, Select, Surrogate, Term
-from torchrl_grpo.objectives.tokens import Tokens
+from torchrl_grpo.objectives.tokens import Tokens, token_weights
 
-_METRICS = (
-    "objective",
-    "clip_fraction_low",
-    "clip_fraction_high",
-    "ESS",
-    "ratio_mean",
-    "ratio_square_mean",
-)
-"""Metrics of every batch."""
-_Values = dict[NestedKey, Tensor]
-_TOTALS = (keys.TOKEN_COUNT, keys.SEQUENCE_COUNT)
-_OF_TOKENS = (keys.LOSS_WEIGHTS, keys.TOKEN_ROLES, keys.DEMONSTRATION_WEIGHTS)
+_TOTALS = (keys.TOKEN_COUNT, keys.SEQUENCE_COUNT, keys.DEMONSTRATION_COUNT)
 
 
 class PolicyLoss(LossModule):
@@ -70,8 +60,8 @@ class PolicyLoss(LossModule):
     Keyword Args:
         select: selections of tokens, all of which a token must pass.
         terms: further terms.
-        reduce: average over tokens, see ``functional.token_weights``.
-        constant_length: divisor of ``reduce="constant"``, in tokens, at least 1.
+        aggregation: average over tokens, see ``token_weights``.
+        constant_length: divisor of ``aggregation="constant"``, in tokens, at least 1.
         dual_clip: bound of the objective where the advantage is negative, above 1 (arXiv
             1912.09729); None disables it.
         kl_mask_threshold: tokens with a larger k2 estimate of the KL to the sampling policy are
@@ -132,7 +122,7 @@ class PolicyLoss(LossModule):
         *,
         select: Sequence[Select] = (),
         terms: Sequence[Term] = (),
-        reduce: Aggregation = "sequence_mean",
+        aggregation: Aggregation = "sequence_mean",
         constant_length: int | None = None,
         dual_clip: float | None = None,
         kl_mask_threshold: float | None = None,
@@ -145,7 +135,7 @@ class PolicyLoss(LossModule):
         self.off_policy = OffPolicy() if off_policy is None else off_policy
         self.select = nn.ModuleList(select)
         self.terms = nn.ModuleList(terms)
-        self.aggregation = CHOICES.get(reduce, reduce)
+        self.aggregation = CHOICES.get(aggregation, aggregation)
         self.constant_length = constant_length
         self.dual_clip = dual_clip
         self.kl_mask_threshold = kl_mask_threshold or 0.0
@@ -178,9 +168,9 @@ class PolicyLoss(LossModule):
     def _parts(self) -> list[Part]:
         return [self.off_policy, self.objective, *self.select, *self.terms]
 
-    def _key(self, name: NestedKey) -> NestedKey:
-        """Return the key of a name of ``set_keys``, or a key itself."""
-        return getattr(self.tensor_keys, name, name) if isinstance(name, str) else name
+    def _keys(self, names: Iterable[NestedKey]) -> list[NestedKey]:
+        """Return the keys of names of ``set_keys``, and of keys themselves."""
+        return [vars(self.tensor_keys).get(name, name) for name in names]
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -189,13 +179,9 @@ class PolicyLoss(LossModule):
         """
         if self._in_keys is not None:
             return self._in_keys
-        optional = [
-            *getattr(self.actor_network, "optional_in_keys", ()),
-            *(self._key(name) for part in self._parts() for name in part.optional_in_keys),
-            keys.TRAJECTORY,
-            *self._prepared_keys(),
-            *_TOTALS,
-        ]
+        of_scorer = getattr(self.actor_network, "optional_in_keys", ())
+        of_batch = [keys.TRAJECTORY, *self._prepared().values(), *_TOTALS]
+        optional = [*of_scorer, *self._keys(self._optional_names()), *of_batch]
         return list(dict.fromkeys([*self.required_in_keys, *optional]))
 
     @in_keys.setter
@@ -205,35 +191,35 @@ class PolicyLoss(LossModule):
     @property
     def required_in_keys(self) -> list[NestedKey]:
         """Keys of the entries that a batch must have."""
-        scorer = self.actor_network
-        own = [key for key in self._needs() if key not in scorer.out_keys]
-        renamed = dict(self._renamed())
-        return list(dict.fromkeys([*(renamed.get(key, key) for key in scorer.in_keys), *own]))
+        scorer, renamed = self.actor_network, self._renamed()
+        of_scorer = [renamed.get(key, key) for key in scorer.in_keys]
+        of_scorer += [keys.KEPT, keys.KEPT_LOG_PROBS] if self._centers else []
+        of_parts = [key for key in self._keys(self._names()) if key not in scorer.out_keys]
+        return list(dict.fromkeys([*of_scorer, *of_parts]))
 
-    def _needs(self) -> list[NestedKey]:
-        """Keys of the entries that the loss needs, whether the batch or the scorer has them."""
+    def _names(self) -> list[NestedKey]:
+        """Return names of the entries that parts need, whether the batch or the scorer has them."""
         names: list[NestedKey] = ["mask", "sample_log_prob", "advantage"]
-        names += [name for part in self._parts() for name in part.in_keys]
         names += ["is_demonstration"] if self.sft_coeff else []
-        names += [keys.KEPT, keys.KEPT_LOG_PROBS] if self._centers else []
-        return [self._key(name) for name in names]
+        return names + [name for part in self._parts() for name in part.in_keys]
 
-    def _renamed(self) -> list[tuple[NestedKey, NestedKey]]:
-        """Return the keys of the scorer's entries that have another name in the batch, and that."""
-        names = self.tensor_keys
-        pairs = [(keys.FULL, names.action), (keys.ASSISTANT_MASK, names.mask)]
-        own = self.actor_network.in_keys
-        return [(key, name) for key, name in pairs if key != name and key in own]
+    def _optional_names(self) -> list[NestedKey]:
+        """Return names of the entries that parts read if a batch has them."""
+        return [name for part in self._parts() for name in part.optional_in_keys]
+
+    def _renamed(self) -> dict[NestedKey, NestedKey]:
+        """Return the keys in the batch of entries that a scorer reads under the default ones."""
+        return {keys.FULL: self.tensor_keys.action, keys.ASSISTANT_MASK: self.tensor_keys.mask}
 
     @property
     def _centers(self) -> bool:
         """Whether the scorer is asked for the mean scores."""
         return self.off_policy.centering and isinstance(self.actor_network, TokenScorer)
 
-    def _prepared_keys(self) -> list[NestedKey]:
-        """Keys of what ``prepare`` makes of each token."""
-        own: list[NestedKey] = [("loss", name) for part in self._parts() for name in part.prepared]
-        return [*_OF_TOKENS, *own]
+    def _prepared(self) -> dict[str, NestedKey]:
+        """Return the keys of what ``prepare`` makes of each token, by name."""
+        names = [name for part in self._parts() for name in part.prepared]
+        return {name: ("loss", name) for name in ("weights", "token_roles", *names)}
 
     @property
     def out_keys(self) -> list[NestedKey]:
@@ -242,14 +228,12 @@ class PolicyLoss(LossModule):
         """
         if self._out_keys_apparent is not None:
             return self._out_keys_apparent
-        metrics = [name for part in self._parts() for name in part.out_keys]
-        terms = [f"loss_{term.name}" for term in self.terms if term.coeff]
-        terms += ["loss_sft"] if self.sft_coeff else []
-        terms += ["loss_score_centering"] if self.off_policy.centering else []
-        theirs = [TORCHRL_METRICS[0]]
-        theirs += TORCHRL_METRICS[1:3] if "kl_k1_to_inference" in metrics else ()
-        theirs += TORCHRL_METRICS[3:] if "kl_k3_to_ref" in metrics else ()
-        return ["loss_objective", *terms, *_METRICS, *metrics, *theirs]
+        one = torch.ones(1, device=self.objective.low.device)
+        names = ["log_prob", "entropy", "centering", *self._names()]
+        t = Tokens(dict.fromkeys(names, one), Segments.of([1]).to(one.device))
+        with torch.no_grad():
+            t.values |= self._of_batch(t)
+            return [*self.of_tokens(t), *(["loss_sft"] if self.sft_coeff else [])]
 
     @out_keys.setter
     def out_keys(self, names: list[NestedKey]) -> None:
@@ -283,14 +267,13 @@ class PolicyLoss(LossModule):
             KeyError: one of them is missing.
             ValueError: an entry has a wrong shape.
         """
-        names = self.tensor_keys
+        tokens, mask = self.tensor_keys.action, self.tensor_keys.mask
         required = self.required_in_keys if required is None else required
         _check(batch, required)
-        wanted = {*required, *self._needs(), *self.in_keys, keys.CENTERING}
-        wanted -= {names.action, names.mask, *_NO_VALUES}
-        rows = Rows.read(batch, sorted(wanted, key=str), names.action, names.mask)
+        names = {*required, *self._keys(self._names()), *self.in_keys} - {tokens, mask, *_NO_VALUES}
+        rows = Rows.read(batch, sorted(names, key=str), tokens, mask)
         totals = {key: batch[0].get(key).reshape(()) for key in _TOTALS if has(batch, key)}
-        trajectory = None if keys.LOSS_WEIGHTS in rows.values else trajectories_of(batch)
+        trajectory = None if totals else trajectories_of(batch)
         return replace(rows, totals=totals, trajectory=trajectory)
 
     def normalize(self, batch: TensorDictBase) -> TensorDictBase:
@@ -306,82 +289,68 @@ class PolicyLoss(LossModule):
         ragged = sequences_of(batch, action) if is_of_wrapper(batch, mask) else batch
         parts = [part for part in self._parts() if isinstance(part, Select) or part.prepared]
         names = ["mask", "sample_log_prob", *(name for part in parts for name in part.in_keys)]
-        names += ["is_demonstration"] if self.sft_coeff else []
-        rows = self.read(ragged, list(map(self._key, names)))
+        rows = self.read(ragged, self._keys(names))
         rows = self.prepare(replace(rows, trajectory=trajectories_of(batch)))
-        for key in self._prepared_keys():
-            if key in rows.values:
-                rows.write(batch, key, rows.values[key], action)
+        for key in self._prepared().values():
+            rows.write(batch, key, rows.values[key], action)
         for key, total in rows.totals.items():
             batch.set(key, total.expand(len(rows), 1).contiguous())
         return batch
 
     def prepare(self, rows: Rows) -> Rows:
         """Return the sequences of a whole optimization batch with what depends on all of them."""
-        whole = self._tokens(rows, {})
-        keep = self._keep(whole)
-        fixed, totals = self._fix(whole.take(keep), rows.trajectory)
-        places = keep.nonzero().squeeze(-1)
+        every = self._tokens(rows)
+        counts = self._counts(every)
+        t = every.take(counts)
+        of_batch, prepared = self._of_batch(t, rows.trajectory), self._prepared()
         values = {
-            key: value.new_zeros(len(keep)).index_copy(0, places, value)
-            for key, value in fixed.items()
+            prepared[name]: value.new_zeros(len(counts)).masked_scatter(counts, value)
+            for name, value in of_batch.items()
         }
-        if self.sft_coeff:
-            values[keys.DEMONSTRATION_WEIGHTS] = self._of_demonstrations(whole)
-        return replace(rows, values=rows.values | values, totals=totals, trajectory=None)
+        return replace(
+            rows, values=rows.values | values, totals=self._totals(t, every), trajectory=None
+        )
 
-    def count(self, rows: Rows) -> Rows:
-        """Return sequences with the places of the tokens that count; best on the CPU."""
-        whole = self._tokens(rows, {})
-        keep = self._keep(whole)
-        counted = None if bool(keep.all()) else keep.nonzero().squeeze(-1)
-        return replace(rows, counted=counted, of_counted=whole.take(keep).rows)
+    def _tokens(self, rows: Rows, scores: Mapping[str, Tensor] | None = None) -> Tokens:
+        """Return all scored tokens, those that do not count too, with the scores of a pass."""
+        names = [*self._names(), *self._optional_names(), "entropy"]
+        key_of = dict(zip(names, self._keys(names), strict=True)) | self._prepared()
+        key_of |= {"log_prob": self.tensor_keys.cur_log_prob, "centering": keys.CENTERING}
+        values = {name: rows.values[key] for name, key in key_of.items() if key in rows.values}
+        device = values["sample_log_prob"].device
+        return Tokens(values | (scores or {}), rows.of_scored.to(device), rows.totals)
 
-    def _tokens(self, rows: Rows, scores: Mapping[str, Tensor]) -> Tokens:
-        """Return all scored tokens, those that do not count too."""
-        names = {
-            name: key for name, key in vars(self.tensor_keys).items() if name != "cur_log_prob"
-        }
-        names |= {"log_prob": self.tensor_keys.cur_log_prob, "centering": keys.CENTERING}
-        values = rows.values | {names.get(name, name): value for name, value in scores.items()}
-        return Tokens(values, rows.of_scored, names)
-
-    def _keep(self, t: Tokens) -> Tensor:
+    def _counts(self, t: Tokens) -> Tensor:
         """Return which tokens count, [S] bool."""
-        keep = torch.ones_like(t["sample_log_prob"], dtype=torch.bool)
+        counts = torch.ones_like(t["sample_log_prob"], dtype=torch.bool)
         for select in self.select:
             if select.is_of_loss:
-                keep = keep & select(t)
-        if self.sft_coeff:
-            keep = keep & ~t["is_demonstration"].bool()
-        return keep
+                counts = counts & select(t)
+        return counts & ~t["is_demonstration"].bool() if self.sft_coeff else counts
 
-    def _fix(self, t: Tokens, trajectory: Tensor | None) -> tuple[_Values, _Values]:
-        """Return what depends on all tokens that count: values of each, and totals."""
-        dtype, device = t["sample_log_prob"].dtype, t["sample_log_prob"].device
-        weights = F.token_weights(
-            t.rows.to(device),
+    def _of_batch(self, t: Tokens, trajectory: Tensor | None = None) -> dict[NestedKey, Tensor]:
+        """Return the values of each token that depend on all that count, by name."""
+        weights = token_weights(
+            t.segments,
             self.aggregation,
             constant_length=self.constant_length or 1,
-            dtype=dtype,
-            trajectory=None if trajectory is None else trajectory.to(device),
+            dtype=t["sample_log_prob"].dtype,
+            trajectory=trajectory,
         )
         trained = torch.ones_like(weights, dtype=torch.bool)
         for select in self.select:
             if not select.is_of_loss:
                 trained = trained & select(t)
-        values: _Values = {keys.LOSS_WEIGHTS: weights, keys.TOKEN_ROLES: trained}
+        values: dict[NestedKey, Tensor] = {"weights": weights, "token_roles": trained}
         for part in self._parts():
-            values |= {("loss", name): value for name, value in part.prepare(t).items()}
-        sizes = t.rows.sizes
-        counts = (sizes.sum().clamp(min=1), (sizes > 0).sum().clamp(min=1))
-        return values, dict(zip(_TOTALS, counts, strict=True))
+            values |= part.prepare(t)
+        return values
 
-    def _of_demonstrations(self, t: Tokens) -> Tensor:
-        """Return the share of each token in the demonstrations' log-likelihood, [S]."""
-        flags = t["is_demonstration"].bool()
-        share = 1.0 / flags.sum().clamp(min=1).to(t["sample_log_prob"].dtype)
-        return torch.where(flags, share, 0.0)
+    def _totals(self, t: Tokens, every: Tokens) -> dict[NestedKey, Tensor]:
+        """Return the numbers of tokens, of sequences, and of tokens of demonstrations."""
+        totals = [t.segments.sizes.sum(), (t.segments.sizes > 0).sum()]
+        totals += [every["is_demonstration"].sum()] if self.sft_coeff else []
+        return {key: total.clamp(min=1) for key, total in zip(_TOTALS, totals, strict=False)}
 
     # Computing the loss
 
@@ -395,27 +364,23 @@ class PolicyLoss(LossModule):
                 "batch[:1] for one of them, batch.reshape(-1) for more dimensions, and leave out "
                 "empty batches."
             )
-        scorer = self.actor_network
+        scorer, names = self.actor_network, self.tensor_keys
         if not isinstance(scorer, TokenScorer):
-            written = [self.tensor_keys.cur_log_prob, self.tensor_keys.entropy]
             _check(tensordict, self.required_in_keys)
             data = self._act(tensordict)
-            rows = self.read(data, [*self.required_in_keys, *written])
-            scores = dict[str, Tensor]()
-        else:
-            if isinstance(scorer, WrapperScorer) or is_of_wrapper(
-                tensordict, self.tensor_keys.mask
-            ):
-                tensordict = sequences_of(tensordict, self.tensor_keys.action)
-            rows = self.read(tensordict)
-            scores = self.score(rows, scorer.layout(rows))
-        return self.of_rows(rows, scores)
+            rows = self.read(data, [*self.required_in_keys, names.cur_log_prob, names.entropy])
+            return self.of_rows(rows, {})
+        if isinstance(scorer, WrapperScorer) or is_of_wrapper(tensordict, names.mask):
+            tensordict = sequences_of(tensordict, names.action)
+        rows = self.read(tensordict)
+        return self.of_rows(rows, self.score(rows, scorer.layout(rows)))
 
     def _act(self, batch: TensorDictBase) -> TensorDictBase:
         """Return a batch with what the actor network writes."""
         data = batch.copy()
-        for key, name in self._renamed():
-            copy_entry(data, name, key)
+        for key, name in self._renamed().items():
+            if key != name and key in self.actor_network.in_keys:
+                copy_entry(data, name, key)
         return self.actor_network(data)
 
     def scores_of_actor(self, batch: TensorDictBase, rows: Rows) -> dict[str, Tensor]:
@@ -436,72 +401,56 @@ class PolicyLoss(LossModule):
         """Return the loss terms and the metrics of scored sequences.
 
         Args:
-            rows: from ``read``, on any device; from ``prepare``, if they are a part of a batch.
+            rows: from ``read``, best on the CPU; from ``prepare``, if they are a part of a batch.
             scores: [S] each, by name, from ``score``; none if the rows have them.
         """
-        t, every = self._counting(rows, scores)
+        t, demonstrated = self.tokens(rows, scores)
         out = self.of_tokens(t)
-        if self.sft_coeff:
-            weights = every.values.get(keys.DEMONSTRATION_WEIGHTS)
-            weights = self._of_demonstrations(every) if weights is None else weights
-            log_prob = torch.where(weights > 0, every["log_prob"], 0.0)
-            out["loss_sft"] = -self.sft_coeff * (weights * log_prob).sum()
+        if demonstrated is not None:
+            count = t.totals[keys.DEMONSTRATION_COUNT]
+            out["loss_sft"] = -self.sft_coeff * demonstrated["log_prob"].sum() / count
         selected = self._out_keys_apparent
         return GRPOLossOutput(out if selected is None else {name: out[name] for name in selected})
 
     @torch.compiler.disable
-    def _counting(self, rows: Rows, scores: Mapping[str, Tensor]) -> tuple[Tokens, Tokens]:
-        """Return the tokens that count, with their weights, and all of them."""
-        rows = self.count(rows) if rows.of_counted is None else rows
+    def tokens(self, rows: Rows, scores: Mapping[str, Tensor]) -> tuple[Tokens, Tokens | None]:
+        """Return the tokens that count, with what depends on the whole batch, and those of
+        demonstrations, on the device of the scores; for the arguments, see ``of_rows``.
+        """
         every = self._tokens(rows, scores)
-        device = every["log_prob"].device
-        every.values = {key: value.to(device) for key, value in every.values.items()}
-        t = every
-        if rows.counted is not None:
-            index = rows.counted.to(device)
-            t = replace(
-                every,
-                values={key: value.index_select(0, index) for key, value in t.values.items()},
-            )
-        assert rows.of_counted is not None
-        t.rows = rows.of_counted.to(device)
-        t["sample_log_prob"] = t["sample_log_prob"].detach()
-        if self.objective.is_supervised:
-            t["sample_log_prob"] = t["log_prob"].detach()
+        t = every.take(self._counts(every)).to(every["log_prob"].device)
+        sampler = "log_prob" if self.objective.is_supervised else "sample_log_prob"
+        t["sample_log_prob"] = t[sampler].detach()
         if self.kl_mask_threshold > 0:
             k2 = F.kl_k2(t["log_prob"].detach(), t["sample_log_prob"])
             t = t.take(k2 <= self.kl_mask_threshold)
-        totals = rows.totals
-        if keys.LOSS_WEIGHTS not in t.values:
-            fixed, totals = self._fix(t, rows.trajectory)
-            t.values |= {key: value.to(device) for key, value in fixed.items()}
-        t.weights = t.values[keys.LOSS_WEIGHTS].to(t["log_prob"].dtype)
-        t.count, t.sequences = (totals[key].to(device) for key in _TOTALS)
-        return t, every
+        if not t.totals:
+            t.values |= self._of_batch(t, rows.trajectory)
+            t.totals = self._totals(t, every)
+        return t, every.take(every["is_demonstration"].bool()) if self.sft_coeff else None
 
     def of_tokens(self, t: Tokens) -> dict[str, Tensor]:
         """Return the loss terms and the metrics of the tokens that count."""
         correction = self.off_policy(t)
-        advantage, ratio = t["advantage"], t["ratio"]
-        surrogate = self.objective(t)
+        advantage, ratio, trained = t["advantage"], t["ratio"], t["token_roles"]
+        objective = self.objective(t)
         if self.dual_clip is not None:
-            surrogate = F.dual_clip(surrogate, advantage, self.dual_clip)
-        trained = t[keys.TOKEN_ROLES]
-        surrogate = torch.where(trained, t["behaviour_weight"] * surrogate, 0.0)
-        out = {"loss_objective": -t.weighted_sum(surrogate)}
+            bounded = torch.maximum(objective, self.dual_clip * advantage)
+            objective = torch.where(advantage < 0, bounded, objective)
+        objective = torch.where(trained, t["behaviour_weight"] * objective, 0.0)
+        out = {"loss_objective": -t.weighted_sum(objective)}
         if self.off_policy.centering:
-            centering = torch.where(trained & ~t["is_rejected"], t[keys.CENTERING], 0.0)
-            out["loss_score_centering"] = t.weighted_sum(advantage * centering)
+            centered = torch.where(trained & ~t["is_rejected"], t["centering"], 0.0)
+            out["loss_score_centering"] = t.weighted_sum(advantage * centered)
         low, high = self.objective.clipped(t)
         out |= t.means(
-            objective=surrogate,
+            objective=objective,
             clip_fraction_low=low,
             clip_fraction_high=high,
             ratio_mean=ratio,
             ratio_square_mean=ratio.square(),
         )
-        own, size = ratio.detach(), max(1, len(ratio))
-        out["ESS"] = F.effective_sample_size(own.sum() / size, own.square().sum() / size)
+        out["ESS"] = F.effective_sample_size(out["ratio_mean"], out["ratio_square_mean"])
         out |= correction
         for term in self.terms:
             value, metrics = term(t)
@@ -511,9 +460,9 @@ class PolicyLoss(LossModule):
         out["clip_fraction"] = out["clip_fraction_low"] + out["clip_fraction_high"]
         if "kl_k1_to_inference" in out:
             out["kl_approx"] = -out["kl_k1_to_inference"]
-            out["kl_to_inference"] = out["kl_k3_to_inference"]
-        if "kl_k3_to_ref" in out:
-            out["kl_to_ref"] = out["kl_k3_to_ref"]
+        for policy in ("inference", "ref"):
+            if f"kl_k3_to_{policy}" in out:
+                out[f"kl_to_{policy}"] = out[f"kl_k3_to_{policy}"]
         return out
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,6 +9,9 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_grpo import functional as F
+from torchrl_grpo import keys
+from torchrl_grpo.checks import Aggregation
+from torchrl_grpo.models.layout import send
 from torchrl_grpo.models.segments import Segments
 
 
@@ -24,69 +26,103 @@ class Tokens:
 
     Args:
         values: by name or key, [S] each.
-        rows: the sequences of the tokens, on their device.
-        names: key of each name that is not a key itself.
-        weights: [S], share of each token in the loss.
-        count: divisor of means over tokens, those of the whole optimization batch.
-        sequences: divisor of means over sequences, likewise.
+        segments: the sequences of the tokens, on their device.
+        totals: of the whole optimization batch: ``TOKEN_COUNT``, the divisor of means over tokens,
+            and ``SEQUENCE_COUNT``, that of means over sequences.
     """
 
     values: dict[NestedKey, Tensor]
-    rows: Segments
-    names: Mapping[str, NestedKey] = field(default_factory=dict)
-    weights: Tensor | None = None
-    count: Tensor = field(default_factory=lambda: torch.ones(()))
-    sequences: Tensor = field(default_factory=lambda: torch.ones(()))
+    segments: Segments
+    totals: dict[NestedKey, Tensor] = field(default_factory=dict)
 
     def __getitem__(self, name: NestedKey) -> Tensor:
         """Return the value of each token, [S]."""
-        return self.values[self._key(name)]
+        return self.values[name]
 
     def __setitem__(self, name: NestedKey, value: Tensor) -> None:
         """Add a value of each token, for the parts that come later."""
-        self.values[self._key(name)] = value
+        self.values[name] = value
 
     def __contains__(self, name: NestedKey) -> bool:
         """Return whether the batch has an entry."""
-        return self._key(name) in self.values
-
-    def _key(self, name: NestedKey) -> NestedKey:
-        key = self.names.get(name, name) if isinstance(name, str) else name
-        prepared = ("loss", name)
-        return prepared if key not in self.values and prepared in self.values else key
+        return name in self.values
 
     def take(self, flags: Tensor) -> Tokens:
         """Return only the tokens whose flag, [S] bool, is True."""
         if bool(flags.all()):
             return self
-        index = flags.nonzero().squeeze(-1)
+        index, row = flags.cpu().nonzero().squeeze(-1), self.segments.row
         values = {
-            key: value.index_select(0, index.to(value.device)) for key, value in self.values.items()
+            name: value.index_select(0, send(index, value.device))
+            for name, value in self.values.items()
         }
-        sizes = self.rows.row.cpu()[index.cpu()].bincount(minlength=len(self.rows))
-        return replace(self, values=values, rows=Segments.of(sizes).to(self.rows.row.device))
+        sizes = row.cpu()[index].bincount(minlength=len(self.segments))
+        return replace(self, values=values, segments=Segments.of(sizes).to(row.device))
+
+    def to(self, device: torch.device) -> Tokens:
+        """Return the tokens on a device, copied without waiting."""
+        values, totals = (
+            {name: send(value, device) for name, value in part.items()}
+            for part in (self.values, self.totals)
+        )
+        return Tokens(values, self.segments.to(device), totals)
 
     def weighted_sum(self, values: Tensor) -> Tensor:
         """Return the sum that is part of the loss."""
-        assert self.weights is not None
-        return (self.weights * values).sum()
+        return (self["weights"] * values).sum()
 
-    def means(self, **values: Tensor) -> dict[str, Tensor]:
-        """Return metrics: the detached mean of each argument [S] under its name."""
-        dtype = self["log_prob"].dtype
-        return {name: value.detach().to(dtype).sum() / self.count for name, value in values.items()}
+    def means(self, *, of: NestedKey = keys.TOKEN_COUNT, **values: Tensor) -> dict[str, Tensor]:
+        """Return metrics: the detached mean of each argument under its name.
 
-    def row_means(self, **values: Tensor) -> dict[str, Tensor]:
-        """Return metrics: the mean of each argument [B] over the sequences with tokens."""
-        dtype = self["log_prob"].dtype
-        ends = self.rows.sizes > 0
-        return {
-            name: torch.where(ends, value.detach().to(dtype), 0.0).sum() / self.sequences
-            for name, value in values.items()
-        }
+        Args:
+            of: ``TOKEN_COUNT`` for values [S], ``SEQUENCE_COUNT`` for values [B], which must be 0
+                for sequences without tokens.
+            values: by name.
+        """
+        dtype, count = self["log_prob"].dtype, self.totals.get(of, 1)
+        return {name: value.detach().to(dtype).sum() / count for name, value in values.items()}
 
     def kl_means(self, policy: str, log_prob: Tensor) -> dict[str, Tensor]:
         """Return two estimates of the KL to another policy, by its log-probs [S], as metrics."""
-        own = self["log_prob"].detach()
-        k1, k3 = F.kl_k1(own, log_prob), F.kl_k3(own, log_prob)
+        current = self["log_prob"].detach()
+        k1, k3 = F.kl_k1(current, log_prob), F.kl_k3(current, log_prob)
         return self.means(**{f"kl_k1_to_{policy}": k1, f"kl_k3_to_{policy}": k3})
+
+
+def token_weights(
+    segments: Segments,
+    aggregation: Aggregation = "sequence_mean",
+    *,
+    constant_length: int = 1,
+    dtype: torch.dtype = torch.float32,
+    trajectory: Tensor | None = None,
+) -> Tensor:
+    """Weights that turn a weighted sum over tokens into the requested average.
+
+    ``sequence_mean``: mean over sequences of the mean over their tokens (arXiv 2402.03300).
+    ``token_mean``: mean over all tokens (arXiv 2503.14476). ``constant``: sum over tokens divided
+    by ``constant_length``, mean over sequences (arXiv 2503.20783). Rows that are samples of one
+    trajectory are one sequence: the trajectory counts once, and all its tokens count the same.
+
+    Args:
+        segments: the sequences of the S tokens that count, N of them.
+        aggregation: the average.
+        constant_length: divisor of ``constant``, in tokens; 1 for the plain sum.
+        dtype: of the weights.
+        trajectory: [N] int64 in [0, N), of each row; None if each row is a trajectory.
+
+    Returns:
+        [S] of that type. A sequence without tokens has no effect.
+    """
+    sizes = length = segments.sizes
+    if trajectory is not None:
+        trajectory = trajectory.to(sizes.device)
+        sizes = torch.zeros_like(sizes).index_add_(0, trajectory, sizes)
+        length = sizes[trajectory]
+    sequences = (sizes > 0).sum()
+    divisor = {
+        "sequence_mean": length * sequences,
+        "token_mean": sizes.sum(),
+        "constant": constant_length * sequences,
+    }[aggregation]
+    return (1.0 / divisor.to(dtype)).expand(len(segments))[segments.row]

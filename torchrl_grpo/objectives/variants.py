@@ -14,7 +14,6 @@ from torchrl_grpo.objectives.parts import (
     GMPO,
     SAPO,
     VESPO,
-    Clip,
     ClipCov,
     KLCov,
     LogLikelihood,
@@ -36,14 +35,7 @@ class CISPOLoss(GRPOLoss):
         ValueError: ``dual_clip`` is set; the weights are bounded already.
     """
 
-    def __init__(
-        self,
-        actor_network: TensorDictModuleBase,
-        *,
-        clip_epsilon: float | tuple[float, float] = (1.0, 4.0),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(actor_network, objective=CISPO(), clip_epsilon=clip_epsilon, **kwargs)
+    objective_type = CISPO
 
 
 class SAPOLoss(GRPOLoss):
@@ -64,8 +56,8 @@ class SAPOLoss(GRPOLoss):
             already.
     """
 
-    tau_positive = Setting("objective", "tau_positive")
-    tau_negative = Setting("objective", "tau_negative")
+    tau_positive = Setting("objective.tau_positive")
+    tau_negative = Setting("objective.tau_negative")
 
     def __init__(
         self,
@@ -91,14 +83,7 @@ class GMPOLoss(GRPOLoss):
         ValueError: ``dual_clip`` is set.
     """
 
-    def __init__(
-        self,
-        actor_network: TensorDictModuleBase,
-        *,
-        clip_epsilon: float | tuple[float, float] = 0.4,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(actor_network, objective=GMPO(), clip_epsilon=clip_epsilon, **kwargs)
+    objective_type = GMPO
 
 
 class VESPOLoss(GRPOLoss):
@@ -120,10 +105,10 @@ class VESPOLoss(GRPOLoss):
         ValueError: one of these is not above 0, or ``dual_clip`` is set; the gate is bounded.
     """
 
-    k_positive = Setting("objective", "k_positive")
-    lambda_positive = Setting("objective", "lambda_positive")
-    k_negative = Setting("objective", "k_negative")
-    lambda_negative = Setting("objective", "lambda_negative")
+    k_positive = Setting("objective.k_positive")
+    lambda_positive = Setting("objective.lambda_positive")
+    k_negative = Setting("objective.k_negative")
+    lambda_negative = Setting("objective.lambda_negative")
 
     def __init__(
         self,
@@ -155,9 +140,9 @@ class ClipCovLoss(GRPOLoss):
         ValueError: the share is out of its range, or the bounds are not in order.
     """
 
-    covariance_share = Setting("select.3", "covariance_share")
-    covariance_low = Setting("select.3", "covariance_low")
-    covariance_high = Setting("select.3", "covariance_high")
+    covariance_share = Setting("select.3.covariance_share")
+    covariance_low = Setting("select.3.covariance_low")
+    covariance_high = Setting("select.3.covariance_high")
 
     def __init__(
         self,
@@ -168,8 +153,8 @@ class ClipCovLoss(GRPOLoss):
         covariance_high: float = 5.0,
         **kwargs: Any,
     ) -> None:
-        own = ClipCov(covariance_share, covariance_low, covariance_high)
-        super().__init__(actor_network, objective=Clip(), select=[own], **kwargs)
+        others = ClipCov(covariance_share, covariance_low, covariance_high)
+        super().__init__(actor_network, select=[others], **kwargs)
 
 
 class KLCovLoss(GRPOLoss):
@@ -190,8 +175,8 @@ class KLCovLoss(GRPOLoss):
         ValueError: one of these is out of its range.
     """
 
-    covariance_share = Setting("objective", "covariance_share")
-    penalty = Setting("objective", "penalty")
+    covariance_share = Setting("objective.covariance_share")
+    penalty = Setting("objective.penalty")
 
     def __init__(
         self,
@@ -217,8 +202,7 @@ class DemonstrationLoss(GRPOLoss):
         actor_network: as in ``GRPOLoss``, like all other arguments.
     """
 
-    def __init__(self, actor_network: TensorDictModuleBase, **kwargs: Any) -> None:
-        super().__init__(actor_network, objective=LogLikelihood(), **kwargs)
+    objective_type = LogLikelihood
 
 
 SFTLoss = DemonstrationLoss

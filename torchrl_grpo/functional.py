@@ -13,7 +13,6 @@ from typing import get_args
 
 import torch
 from torch import Tensor
-from torchrl.objectives.value.functional import generalized_advantage_estimate
 
 from torchrl_grpo.checks import (
     AdvantageMean,
@@ -58,22 +57,17 @@ def rounds_logits(hidden: Tensor) -> bool:
     )
 
 
-def masked_mean(values: Tensor, mask: Tensor, count: Tensor | float | None = None) -> Tensor:
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Return the mean of ``values`` where ``mask`` is True; 0 if the mask is empty.
 
     Args:
         values: any shape, floating.
         mask: bool, the same shape. Values outside it may be anything, including NaN.
-        count: divisor in place of the number of True elements. Micro-batches pass the count of the
-            whole batch, so that their results add up to the mean over the batch.
 
     Returns:
         scalar tensor.
     """
-    total = torch.where(mask, values, 0).sum()
-    if count is None:
-        count = mask.sum().clamp(min=1)
-    return total / count
+    return torch.where(mask, values, 0).sum() / mask.sum().clamp(min=1)
 
 
 def group_advantage(
@@ -122,8 +116,8 @@ def group_advantage(
             f"mean={mean!r} must be one of {get_args(AdvantageMean)} and std={std!r} one of "
             f"{get_args(AdvantageStd)}: use 'group' for both."
         )
-    ids, index = group.unique(return_inverse=True)
-    whole, groups = torch.zeros_like(index), len(ids)
+    _, index = group.unique(return_inverse=True)
+    whole = torch.zeros_like(index)
     values = torch.where(valid, reward.to(torch.float64), 0.0)
     if not values.isfinite().all():
         raise ValueError(
@@ -131,20 +125,18 @@ def group_advantage(
             "ones must be: mark them as invalid, or fix what made them."
         )
     rewards, signal = values, valid
-    if mean == "batch":
-        average, _, varies = _statistics(values, whole, valid, groups)
-        values, signal = values - average, signal & varies
-    elif mean != "none":
-        average, count, varies = _statistics(values, index, valid, groups)
+    if mean != "none":
+        over = whole if mean == "batch" else index
+        average, count, varies = _statistics(values, over, valid)
         if mean == "length_weighted":
             assert length is not None
             weight = torch.where(valid, length.to(torch.float64), 0.0)
-            average = _total(weight * values, index, groups) / _total(weight, index, groups)
-        values, signal = values - average, signal & varies
+            average = _total(weight * values, index) / _total(weight, index)
+        values, signal = values - average, valid & varies
         if mean == "leave_one_out":
             values = values * (count / (count - 1).clamp(min=1))
         elif mean == "second_best":
-            values = _lead(rewards, index, valid, groups)
+            values = _lead(rewards, index, valid)
     values = torch.where(signal, values, 0.0)
     if std == "group_mean":
         if (rewards < 0).any():
@@ -152,51 +144,47 @@ def group_advantage(
                 f"reward={rewards.min().item():g} must be at least 0 with std='group_mean', which "
                 "divides by the mean reward: add a bias to the rewards, or use std='group'."
             )
-        average, _, _ = _statistics(rewards, index, valid, groups)
+        average, _, _ = _statistics(rewards, index, valid)
         values = values / (average + eps)
     elif std == "nonzero":
         values = values * (valid.sum() / (rewards != 0).sum().clamp(min=1))
     elif std != "none":
         over = index if std == "group" else whole
         spread = rewards if mean == "second_best" else values
-        centered, count, varies = _statistics(spread, over, valid, groups)
-        variance = _total(torch.where(valid, (spread - centered).square(), 0.0), over, groups) / (
+        centered, count, varies = _statistics(spread, over, valid)
+        variance = _total(torch.where(valid, (spread - centered).square(), 0.0), over) / (
             count - 1
         ).clamp(min=1)
         values, signal = values / (variance.sqrt() + eps), signal & varies
     return torch.where(signal, values, 0.0).to(torch.float32)
 
 
-def _total(values: Tensor, index: Tensor, groups: int) -> Tensor:
+def _total(values: Tensor, index: Tensor) -> Tensor:
     """Return, [N], the sum over each element's group; groups are numbered from 0."""
-    return torch.zeros(groups, dtype=values.dtype, device=values.device).index_add_(
-        0, index, values
-    )[index]
+    return torch.zeros_like(values).index_add_(0, index, values)[index]
 
 
-def _lead(rewards: Tensor, index: Tensor, valid: Tensor, groups: int) -> Tensor:
+def _most(values: Tensor, index: Tensor, among: Tensor) -> Tensor:
+    """Return, [N], the largest value among those of each element's group; -inf if there is none."""
+    lowest = torch.full_like(values, -math.inf)
+    return lowest.scatter_reduce(0, index, torch.where(among, values, -math.inf), "amax")[index]
+
+
+def _lead(rewards: Tensor, index: Tensor, valid: Tensor) -> Tensor:
     """Return, [N], the lead of each group's best member over the second best; 0 for the others."""
-    values = torch.where(valid, rewards, -math.inf)
-    lowest = torch.full((groups,), -math.inf, dtype=rewards.dtype, device=rewards.device)
-    is_best = values == lowest.scatter_reduce(0, index, values, "amax")[index]
-    others = torch.where(is_best, -math.inf, values)
-    second = lowest.scatter_reduce(0, index, others, "amax")[index]
-    alone = is_best & (_total((is_best & valid).to(rewards.dtype), index, groups) == 1)
+    is_best = valid & (rewards == _most(rewards, index, valid))
+    second = _most(rewards, index, valid & ~is_best)
+    alone = is_best & (_total(is_best.to(rewards.dtype), index) == 1)
     return torch.where(alone & second.isfinite(), rewards - second, 0.0)
 
 
-def _statistics(
-    values: Tensor, index: Tensor, valid: Tensor, groups: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(values: Tensor, index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return, [N] each, mean and number of the valid members of each element's group, and whether
     two of them differ.
     """
-    count = _total(valid.to(values.dtype), index, groups)
-    mean = _total(torch.where(valid, values, 0.0), index, groups) / count.clamp(min=1)
-    low = torch.full((groups,), math.inf, dtype=values.dtype, device=values.device)
-    high = (-low).scatter_reduce(0, index, torch.where(valid, values, -math.inf), "amax")
-    low = low.scatter_reduce(0, index, torch.where(valid, values, math.inf), "amin")
-    return mean, count, (high > low)[index]
+    count = _total(valid.to(values.dtype), index)
+    mean = _total(torch.where(valid, values, 0.0), index) / count.clamp(min=1)
+    return mean, count, _most(values, index, valid) > -_most(-values, index, valid)
 
 
 def sampled_token_gae(
@@ -217,20 +205,15 @@ def sampled_token_gae(
     Returns:
         [N, T], 0 outside the mask.
     """
-    if not mask.any():
-        return torch.zeros_like(reward)
-    count = mask.sum(1, keepdim=True)
-    most = int(count.max())
-    # Sampled tokens first.
-    order = (~mask).to(torch.int8).sort(dim=1, stable=True).indices[:, :most]
-    rewards, values = (
-        torch.where(mask, entry, 0.0).gather(1, order).unsqueeze(-1) for entry in (reward, value)
-    )
-    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
-    done = (torch.arange(most, device=mask.device) == count - 1).unsqueeze(-1)
-    # The loop over time, not the convolution, whose results depend on the other sequences' lengths.
-    advantage, _ = generalized_advantage_estimate(gamma, lmbda, values, next_values, rewards, done)
-    return torch.where(mask, torch.zeros_like(reward).scatter(1, order, advantage.squeeze(-1)), 0.0)
+    advantage = torch.zeros_like(reward)
+    estimate = next_value = reward.new_zeros(len(reward))
+    for place in reversed(mask.any(0).nonzero().flatten().tolist()):
+        sampled, here = mask[:, place], value[:, place]
+        error = reward[:, place] + gamma * next_value - here
+        estimate = torch.where(sampled, error + gamma * lmbda * estimate, estimate)
+        next_value = torch.where(sampled, here, next_value)
+        advantage[:, place] = torch.where(sampled, estimate, 0.0)
+    return advantage
 
 
 def token_advantage(
@@ -289,26 +272,22 @@ def turn_advantage(
     Returns:
         [M, T] float32, 0 outside the mask.
     """
-    turn_starts = mask & ~torch.cat([torch.zeros_like(mask[:, :1]), mask[:, :-1]], 1)
-    turn = (turn_starts.cumsum(1) - 1).clamp(min=0)
-    num_turns = turn_starts.sum(1)
-    most = max(1, int(num_turns.max()))
-    returns = reward.new_zeros(len(mask), most)
-    returns = returns.scatter_add(1, turn, torch.where(mask, reward, 0.0))
-    for number in range(most - 2, -1, -1):
-        returns[:, number] += gamma * returns[:, number + 1]
-
-    ids, index = group.unique(return_inverse=True)
-    common = torch.full((len(ids),), most, device=group.device)
-    common = common.scatter_reduce(0, index[valid], num_turns[valid], "amin")
-    last_common = (common[index] - 1).clamp(min=0).unsqueeze(-1)
-    numbers = torch.arange(most, device=group.device)
+    starts = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+    turn, num_turns = (starts.cumsum(1) - 1).clamp(min=0), starts.sum(1)
+    numbers = torch.arange(max(1, int(num_turns.max())), device=group.device)
     exists = numbers < num_turns.unsqueeze(-1)
-    compared = (index.unsqueeze(-1) * most + torch.minimum(numbers, last_common))[exists]
+    rewards = reward.new_zeros(exists.shape)
+    rewards = rewards.scatter_add(1, turn, torch.where(mask, reward, 0.0))
+    returns = sampled_token_gae(rewards, torch.zeros_like(rewards), exists, gamma, 1.0)
+
+    _, index = group.unique(return_inverse=True)
+    common = -_most(-num_turns.double(), index, valid)  # turns that all valid trajectories have
+    last_common = (common - 1).clamp(min=0).unsqueeze(-1)
+    compared = index.unsqueeze(-1) * len(numbers) + torch.minimum(numbers, last_common)
     advantage = torch.zeros_like(returns, dtype=torch.float32)
     # In float32, where returns that differ only in the order of their sums are equal.
     advantage[exists] = normalize(
-        returns[exists].float(), compared, torch.ones_like(compared, dtype=torch.bool)
+        returns[exists].float(), compared[exists].long(), torch.ones_like(returns[exists]) > 0
     )
     return torch.where(mask, advantage.gather(1, turn), 0.0)
 
@@ -366,16 +345,6 @@ expectation.
 def importance_ratio(log_prob: Tensor, sample_log_prob: Tensor) -> Tensor:
     """Return ``cur / sample`` per token; the log-ratio is clamped to ``MAX_LOG_RATIO``."""
     return (log_prob - sample_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def adapted_entropy_coef(
-    coefficient: float, entropy: float, target: float, delta: float, largest: float
-) -> float:
-    """Coefficient of the entropy bonus for the next step: ``delta`` more where the entropy is at
-    most the target, else less, within [0, ``largest``] (Skywork-OR1, arXiv 2505.22312).
-    """
-    step = delta if entropy <= target else -delta
-    return min(max(coefficient + step, 0.0), largest)
 
 
 def bounded_weight(log_ratio: Tensor, bound: WeightBound, cap: float, floor: float = 0.0) -> Tensor:

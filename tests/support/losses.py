@@ -8,6 +8,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_grpo.models.segments import Segments
+from torchrl_grpo.objectives import Tokens
 
 SETTINGS = {
     "clip_epsilon": (0.2, 0.28),
@@ -70,6 +71,12 @@ def make_batch(
             )
         )
     return logits, rows
+
+
+def tokens_of(*sizes: int, **values: Tensor) -> Tokens:
+    """Return tokens of sequences of these sizes, by default a single one, with these values."""
+    length = next(iter(values.values())).numel()
+    return Tokens(dict(values), Segments.of(sizes or (length,)))
 
 
 def rows_of(mask: Tensor) -> Segments:

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 
 from tests.support.losses import Table, make_batch, rows_of, total
 from tests.support.models import make_tiny_model
-from torchrl_grpo.functional import token_weights
 from torchrl_grpo.models import TokenScorer
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, GRPOLossOutput, SFTLoss
+from torchrl_grpo.objectives.tokens import token_weights
 from torchrl_grpo.starter import starter_path
 
 

@@ -602,7 +602,7 @@ def test_the_maths_of_the_loss_compile_in_one_graph() -> None:
             own = loss
             compiled = torch.compile(own.of_tokens, backend=backend, fullgraph=True, dynamic=True)
         scored = [keys.CUR_LOG_PROBS, keys.ENTROPY, *loss.required_in_keys]
-        tokens, _ = own._counting(loss.read(batch, scored), {})
+        tokens, _ = own.tokens(loss.read(batch, scored), {})
         got = compiled(tokens)
         for name, value in expected.items():
             torch.testing.assert_close(got[name], value)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrl.modules.llm import TransformersWrapper
 
 from tests.support.configs import ROOT, SMALL, compose_config
-from tests.support.losses import Table, make_batch, total
+from tests.support.losses import Table, make_batch, tokens_of, total
 from torchrl_grpo import functional as F
 from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
 from torchrl_grpo.assembly.prepare import prepare
@@ -27,6 +27,7 @@ from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.models.scoring import WrapperScorer
 from torchrl_grpo.models.segments import Segments
 from torchrl_grpo.objectives import (
+    SAPO,
     CISPOLoss,
     ClipCovLoss,
     DemonstrationLoss,
@@ -471,10 +472,10 @@ def test_cispos_default_weights_are_not_all_at_a_bound() -> None:
 
 def test_sapo_equals_the_policy_gradient_on_policy() -> None:
     """At ratio 1 the gate's slope is 1: d(4/tau sigmoid(tau (r - 1)))/dr = 1."""
-    ratio = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
+    ratio = torch.ones(1, dtype=torch.float64, requires_grad=True)
     for tau in (0.5, 1.0, 3.0):
         (slope,) = torch.autograd.grad(
-            F.sapo_objective(ratio, torch.tensor([[1.0]]), tau, 9.0).sum(), ratio
+            SAPO(tau, 9.0)(tokens_of(ratio=ratio, advantage=torch.ones(1))).sum(), ratio
         )
         assert slope.item() == pytest.approx(1.0)
 

@@ -5,7 +5,7 @@ loss.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,13 +13,14 @@ from tensordict import lazy_stack
 from torch import Tensor
 
 from tests.support.configs import compose_config
-from tests.support.losses import Table, make_batch, rows_of, total
+from tests.support.losses import Table, make_batch, tokens_of, total
 from torchrl_grpo import functional as F
 from torchrl_grpo.assembly.algorithm import make_loss
-from torchrl_grpo.checks import check_rejection
+from torchrl_grpo.checks import Rejection, check_rejection
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.models.segments import Segments
 from torchrl_grpo.objectives import GRPOLoss, Tokens
+from torchrl_grpo.objectives.off_policy import Mismatch
 from torchrl_grpo.objectives.output import LARGEST_RATIO, accumulate
 
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [0, 0, 0]], dtype=torch.bool)
@@ -37,9 +38,11 @@ ADVANTAGE = torch.tensor([[1.0], [-1.0], [-1.0], [1.0]], dtype=torch.float64).ex
 # k3 of a ratio is ratio - 1 - log(ratio).
 
 
-def mismatch() -> F.Mismatch:
-    log_probs = (probs.log()[MASK] for probs in (TRAINER, CURRENT, SAMPLE))
-    return F.Mismatch(*log_probs, ADVANTAGE[MASK], rows_of(MASK))
+def mismatch(
+    trainer: Tensor, current: Tensor, sample: Tensor, advantage: Tensor, *sizes: int
+) -> Mismatch:
+    values = {"log_prob": current, "sample_log_prob": sample, "advantage": advantage}
+    return Mismatch(tokens_of(*sizes, **values), trainer)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +80,10 @@ def mismatch() -> F.Mismatch:
 def test_rejections_by_hand(
     rule: Any, bounds: tuple[float, float], rejected: list[list[int]]
 ) -> None:
-    got = F.REJECTIONS[rule](mismatch(), *bounds)
-    parts = got.split(MASK.sum(1).tolist())
+    sizes = MASK.sum(1).tolist()
+    log_probs = (probs.log()[MASK] for probs in (TRAINER, CURRENT, SAMPLE))
+    got = getattr(mismatch(*log_probs, ADVANTAGE[MASK], *sizes), rule)(*bounds)
+    parts = got.split(sizes)
     assert [part.int().tolist() for part in parts] == [*rejected, []]
 
 
@@ -87,27 +92,33 @@ def test_tokens_against_their_advantage_stay_with_dppo() -> None:
     sample = torch.tensor([0.9, 0.1]).log()
     current = torch.tensor([0.1, 0.9]).log()
     advantage = torch.tensor([1.0, -1.0])
-    gap = F.Mismatch(current, current, sample, advantage, Segments.of([2]))
-    assert not F.reject_dppo_tv(gap, 0.01, 0.01).any()
-    assert not F.reject_dppo_kl(gap, 0.01, 0.01).any()
-    gap = gap._replace(advantage=-advantage)
-    assert F.reject_dppo_tv(gap, 0.01, 0.01).all()
-    assert F.reject_dppo_kl(gap, 0.01, 0.01).all()
+    gap = mismatch(current, current, sample, advantage)
+    assert not gap.dppo_tv(0.01, 0.01).any()
+    assert not gap.dppo_kl(0.01, 0.01).any()
+    gap = mismatch(current, current, sample, -advantage)
+    assert gap.dppo_tv(0.01, 0.01).all()
+    assert gap.dppo_kl(0.01, 0.01).all()
 
 
 def test_what_is_at_a_bound_and_an_advantage_of_0_are_kept() -> None:
     sample = torch.tensor([0.5]).log()
     current = torch.zeros(1)
-    one, rows = torch.ones(1), Segments.of([1])
-    gap = F.Mismatch(sample, current, sample, one, rows)
-    assert not F.reject_token_ratio(gap, 1.0, 1.0).any()
-    assert not F.reject_dppo_tv(gap, 0.5, 0.5).any()
-    assert not F.reject_dppo_tv(gap._replace(advantage=0 * one), 0.1, 0.1).any()
-    back = F.Mismatch(sample, torch.full((1,), -1.0), torch.full((1,), -0.5), -one, rows)
-    assert not F.reject_off_policy(back, 0.0, 0.5).any()
-    assert F.reject_off_policy(back, 0.0, 0.4).all()
-    assert not F.reject_off_policy(back._replace(advantage=0 * one), 0.0, 0.4).any()
-    assert not F.reject_dppo_kl(back._replace(advantage=0 * one), 0.0, 0.0).any()
+    one = torch.ones(1)
+    gap = mismatch(sample, current, sample, one)
+    for rule in ("token_ratio", "sequence_ratio", "geometric", "outlier"):
+        assert not getattr(gap, rule)(1.0, 1.0).any()
+    assert not gap.dppo_tv(0.5, 0.5).any()
+    assert not mismatch(sample, current, sample, 0 * one).dppo_tv(0.1, 0.1).any()
+    back = mismatch(sample, -one, -0.5 * one, -one)
+    assert not back.off_policy(0.0, 0.5).any()
+    assert back.off_policy(0.0, 0.4).all()
+    back = mismatch(sample, -one, -0.5 * one, 0 * one)
+    assert not back.off_policy(0.0, 0.4).any()
+    assert not back.dppo_kl(0.0, 0.0).any()
+
+
+def test_each_rule_of_rejection_is_a_method() -> None:
+    assert all(callable(getattr(Mismatch, rule)) for rule in get_args(Rejection))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +127,7 @@ def test_what_is_at_a_bound_and_an_advantage_of_0_are_kept() -> None:
 )
 def test_a_weight_has_a_lower_bound_too(bound: Any, weights: list[float]) -> None:
     log_ratio = torch.tensor([0.25, 0.7, 1.0, 2.0], dtype=torch.float64).log()
-    got = F.behaviour_weight(log_ratio, Segments.of([4]), bound, "token", 1.5, 0.7)
+    got = F.bounded_weight(log_ratio, bound, 1.5, 0.7)
     torch.testing.assert_close(got, torch.tensor(weights, dtype=torch.float64))
 
 

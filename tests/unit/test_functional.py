@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.losses import padded, rows_of
+from tests.support.losses import padded, rows_of, tokens_of
 from torchrl_grpo import functional as F
-from torchrl_grpo.models.segments import Segments
+from torchrl_grpo.objectives import Clip
+from torchrl_grpo.objectives.tokens import token_weights
 
 rewards = st.floats(-100, 100, allow_nan=False, width=32)
 
@@ -25,15 +26,6 @@ def test_masked_mean_ignores_what_is_outside_the_mask_nan_included() -> None:
 
 def test_masked_mean_of_nothing_is_zero() -> None:
     assert F.masked_mean(torch.ones(3), torch.zeros(3, dtype=torch.bool)).item() == 0.0
-
-
-def test_masked_means_with_the_whole_count_add_up_over_parts() -> None:
-    values = torch.randn(8, 5, dtype=torch.float64)
-    mask = torch.rand(8, 5) > 0.4
-    parts = sum(
-        F.masked_mean(values[i : i + 2], mask[i : i + 2], mask.sum()) for i in range(0, 8, 2)
-    )
-    torch.testing.assert_close(parts, values[mask].mean())
 
 
 def test_group_advantage_by_hand() -> None:
@@ -168,8 +160,9 @@ def test_k3_and_k2_are_never_negative_and_zero_only_at_equality(a: float, b: flo
 def test_clipped_surrogate_and_its_gradient_by_hand(
     ratio: float, advantage: float, value: float, slope: float
 ) -> None:
-    r = torch.tensor([[ratio]], dtype=torch.float64, requires_grad=True)
-    out = F.clipped_surrogate(r, torch.tensor([[advantage]], dtype=torch.float64), 0.2, 0.28)
+    r = torch.tensor([ratio], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([advantage], dtype=torch.float64)
+    out = Clip(0.2, 0.28)(tokens_of(ratio=r, advantage=advantages))
     out.sum().backward()
     assert out.item() == pytest.approx(value)
     assert r.grad is not None
@@ -185,7 +178,7 @@ def test_importance_ratio_stays_finite() -> None:
 def test_token_weights_are_the_mean_over_sequences_of_token_means() -> None:
     mask = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]]).bool()
     values = torch.tensor([[1.0, 3, 9, 9], [9, 3, 6, 9], [9, 9, 9, 9]])
-    weights = padded(mask, F.token_weights(rows_of(mask)))
+    weights = padded(mask, token_weights(rows_of(mask)))
     assert (weights * values).sum().item() == pytest.approx((2 + 6) / 2)
     assert weights[2].tolist() == [0, 0, 0, 0]
     assert weights.sum().item() == pytest.approx(1.0)
@@ -253,13 +246,12 @@ def test_absurd_log_ratios_are_clamped_on_both_sides() -> None:
     most = F.MAX_LOG_RATIO
     k3 = F.kl_k3(zero, far).tolist()
     assert k3 == pytest.approx([math.exp(most) - 1 - most, math.exp(-most) - 1 + most])
-    rows = Segments.of([2])
-    weight = F.behaviour_weight(far, rows, "truncate", "token", math.inf).tolist()
+    weight = F.bounded_weight(far, "truncate", math.inf).tolist()
     assert weight == pytest.approx([math.exp(most), math.exp(-most)], rel=1e-12)
 
 
 def test_a_weight_at_the_cap_is_kept() -> None:
-    one = F.behaviour_weight(torch.zeros(1), Segments.of([1]), "mask", "token", 1.0)
+    one = F.bounded_weight(torch.zeros(1), "mask", 1.0)
     assert one.tolist() == [1.0]
 
 

@@ -16,8 +16,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.losses import padded, rows_of
+from tests.support.losses import Table, padded, rows_of, tokens_of
 from torchrl_grpo import functional as F
+from torchrl_grpo.objectives import CISPO, SAPO, Clip, GRPOLoss, OffPolicy
+from torchrl_grpo.objectives.tokens import token_weights
 
 junk = st.sampled_from([math.nan, math.inf, -math.inf, 1e30])
 eighths = st.integers(-80, 80).map(lambda value: value / 8)
@@ -75,7 +77,6 @@ def test_masked_mean_ignores_order_and_what_is_outside_the_mask(mask: Tensor, da
     assert F.masked_mean(values.flatten()[order], mask.flatten()[order]).item() == pytest.approx(
         expected, abs=1e-12
     )
-    assert F.masked_mean(values, mask, 7).item() == pytest.approx(math.fsum(inside) / 7, abs=1e-12)
 
 
 @given(masks(), st.integers(1, 9))
@@ -86,7 +87,7 @@ def test_token_weights_add_up(mask: Tensor, length: int) -> None:
     sequences, tokens = int(mask.any(-1).sum()), int(mask.sum())
     rows = rows_of(mask)
     sequence_mean, token_mean, constant = (
-        padded(mask, F.token_weights(rows, aggregation, constant_length=length))
+        padded(mask, token_weights(rows, aggregation, constant_length=length))
         for aggregation in ("sequence_mean", "token_mean", "constant")
     )
     assert sequence_mean.sum().item() == pytest.approx(1, rel=1e-5)
@@ -112,12 +113,12 @@ def test_token_weights_add_up(mask: Tensor, length: int) -> None:
 def test_padding_empty_sequences_and_order_do_not_change_a_tokens_weight(
     mask: Tensor, aggregation: Any, extra: int, random: Any
 ) -> None:
-    weights = padded(mask, F.token_weights(rows_of(mask), aggregation, constant_length=3))
+    weights = padded(mask, token_weights(rows_of(mask), aggregation, constant_length=3))
     order = list(range(len(mask) + 1))
     random.shuffle(order)
     wide = torch.zeros(len(mask) + 1, mask.shape[1] + extra, dtype=torch.bool)
     wide[: len(mask), : mask.shape[1]] = mask
-    flat = F.token_weights(rows_of(wide[order]), aggregation, constant_length=3)
+    flat = token_weights(rows_of(wide[order]), aggregation, constant_length=3)
     got = padded(wide[order], flat)[torch.tensor(order).argsort()]
     assert torch.equal(got[: len(mask), : mask.shape[1]], weights)
     assert got.count_nonzero() == mask.sum()
@@ -318,8 +319,8 @@ def test_importance_ratios_are_inverse_to_one_another_and_bounded(a: float, b: f
 def test_the_clipped_surrogate_is_a_lower_bound_tight_in_the_range(
     ratio: float, value: float, low: float, high: float, lower: float, higher: float
 ) -> None:
-    r, a = column([ratio]), column([value])
-    clipped = F.clipped_surrogate(r, a, low, high).item()
+    t = tokens_of(ratio=column([ratio]), advantage=column([value]))
+    clipped = Clip(low, high).double()(t).item()
     plain = ratio * value
     assert clipped <= plain + 1e-12
     if 1 - low <= ratio <= 1 + high:
@@ -328,19 +329,24 @@ def test_the_clipped_surrogate_is_a_lower_bound_tight_in_the_range(
     # it smaller.
     if (value > 0 and ratio < 1 - low) or (value < 0 and ratio > 1 + high):
         assert clipped == plain
-    assert clipped <= F.clipped_surrogate(r, a, low + lower, high + higher).item() + 1e-12
+    assert clipped <= Clip(low + lower, high + higher).double()(t).item() + 1e-12
 
 
 @given(ratios, advantages, clips, st.floats(1.01, 5))
 def test_dual_clip_bounds_the_objective_of_a_negative_advantage_alone(
     ratio: float, value: float, clip: float, bound: float
 ) -> None:
-    surrogate = F.clipped_surrogate(column([ratio]), column([value]), clip, clip)
-    got = F.dual_clip(surrogate, column([value]), bound).item()
-    if value >= 0:
-        assert got == surrogate.item()
-    else:
-        assert got == max(surrogate.item(), bound * value)
+    plain, bounded = (
+        GRPOLoss(Table(torch.zeros(1, 1, 2)), clip_epsilon=clip, dual_clip=dual)
+        for dual in (None, bound)
+    )
+    zero, advantage = torch.zeros(1, dtype=torch.float64), column([value])
+    values = {"log_prob": column([math.log(ratio)]), "sample_log_prob": zero, "entropy": zero}
+    values |= {"advantage": advantage, "weights": zero + 1, "token_roles": zero == 0}
+    surrogate, got = (
+        loss.of_tokens(tokens_of(**values))["objective"].item() for loss in (plain, bounded)
+    )
+    assert got == (surrogate if value >= 0 else max(surrogate, (bound * advantage).item()))
 
 
 @given(ratios, st.floats(-10, 0), advantages, st.floats(0, 1), st.floats(0, 4))
@@ -350,7 +356,8 @@ def test_cispos_gradient_is_its_bounded_weight_times_the_advantage(
     """The gradient is the same if the weight is at a bound, and none of it goes through the ratio."""
     r = column([ratio]).requires_grad_()
     p = column([log_prob]).requires_grad_()
-    objective = F.cispo_objective(r, p, column([value]), low, high)
+    t = tokens_of(ratio=r, log_prob=p, advantage=column([value]))
+    objective = CISPO(low, high).double()(t)
     through_ratio, through_log_prob = torch.autograd.grad(
         objective.sum(), (r, p), allow_unused=True
     )
@@ -369,7 +376,7 @@ def test_sapos_slope_is_the_advantage_at_ratio_1_and_smaller_elsewhere(
     def slope(at: float) -> float:
         r = column([at]).requires_grad_()
         return torch.autograd.grad(
-            F.sapo_objective(r, column([value]), positive, negative).sum(), r
+            SAPO(positive, negative)(tokens_of(ratio=r, advantage=column([value]))).sum(), r
         )[0].item()
 
     sigmoid = 1 / (1 + math.exp(-min(tau * (ratio - 1), 700)))
@@ -395,14 +402,20 @@ def test_a_sequences_log_ratio_is_its_mean_over_its_own_tokens(
 # Behaviour and proximal policy
 
 
+def proximal_of(current: Tensor, sample: Tensor, staleness: Tensor) -> Tensor:
+    values = {"log_prob": current, "sample_log_prob": sample, "staleness": staleness}
+    t = tokens_of(**values, advantage=current)
+    OffPolicy("interpolated")(t)
+    return t["prox_log_prob"]
+
+
 @given(st.floats(-10, 0), st.floats(-10, 0), st.integers(0, 50))
 def test_the_interpolated_proximal_policy_nears_the_current_when_stale(
     current: float, sample: float, staleness: int
 ) -> None:
     cur = column([current]).requires_grad_()
     got, staler = (
-        F.interpolated_log_prob(cur, column([sample]), torch.tensor([[d]]))
-        for d in (staleness, staleness + 1)
+        proximal_of(cur, column([sample]), torch.tensor([d])) for d in (staleness, staleness + 1)
     )
     assert not got.requires_grad
     expected = (sample + staleness * current) / (staleness + 1)
@@ -422,9 +435,11 @@ def test_behaviour_weights_are_bounded_ratios_of_tokens_or_sequences(
     mask: Tensor, cap: float, bound: Any, level: Any, data: Any
 ) -> None:
     log_ratio = filled(mask, data).requires_grad_()
-    rows = rows_of(mask)
-    flat = F.behaviour_weight(log_ratio[mask], rows, bound, level, cap)
-    got = padded(mask, flat)
+    flat, zero = log_ratio[mask], torch.zeros(int(mask.sum()), dtype=torch.float64)
+    values = {"prox_log_prob": flat, "sample_log_prob": zero, "log_prob": zero, "advantage": zero}
+    t = tokens_of(*mask.sum(1).tolist(), **values)
+    OffPolicy("recomputed", weight=bound, level=level, cap=cap)(t)
+    got = padded(mask, t["behaviour_weight"])
     assert not got.requires_grad
     for row, keep, weights in zip(log_ratio.tolist(), mask.tolist(), got.tolist(), strict=True):
         inside = [value for value, kept in zip(row, keep, strict=True) if kept]
@@ -437,7 +452,8 @@ def test_behaviour_weights_are_bounded_ratios_of_tokens_or_sequences(
                 assert weight == (cap if bound == "truncate" else 0.0)
             elif plain < cap * (1 - 1e-9):
                 assert weight == pytest.approx(plain)
-    assert (F.behaviour_weight(log_ratio[mask], rows, "none", level, cap) == 1).all()
+    OffPolicy("recomputed", level=level, cap=cap)(t)
+    assert (t["behaviour_weight"] == 1).all()
 
 
 # Statistics

@@ -11,12 +11,11 @@ from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
 from tests.support.configs import compose_config
-from tests.support.losses import Table, make_batch, total
-from torchrl_grpo import functional as F
+from tests.support.losses import Table, make_batch, tokens_of, total
 from torchrl_grpo.assembly.algorithm import make_loss
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.models.segments import Segments
-from torchrl_grpo.objectives import GMPOLoss, GRPOLoss, Tokens, VESPOLoss
+from torchrl_grpo.objectives import GMPO, VESPO, GMPOLoss, GRPOLoss, Surrogate, Tokens, VESPOLoss
 
 
 def gmpo(log_ratios: list[Tensor], log_probs: list[Tensor], advantage: float) -> Tensor:
@@ -70,17 +69,17 @@ def test_losses_of_whole_sequences_equal_plain_loops(
 def test_the_sequence_losses_by_hand() -> None:
     """Ratios 2 and 1/4, and 8 of another sequence: with A = 1 clipped at e^0.4."""
     ratio = torch.tensor([2.0, 0.25, 8.0], dtype=torch.float64)
-    rows, one = Segments.of([2, 1]), torch.ones_like(ratio)
-    up = math.exp(0.4 / 2) * 0.5
-    assert F.gmpo_objective(ratio, one, rows, 0.4, 0.4)[0].item() == pytest.approx(up)
-    down = -math.exp(-0.4 / 2) * math.sqrt(2)
-    assert F.gmpo_objective(ratio, -one, rows, 0.4, 0.4)[0].item() == pytest.approx(down)
-    gate = F.vespo_objective(ratio, one, one, rows, (2.0, 3.0), (3.0, 2.0))
-    assert gate[0].item() == pytest.approx(0.25 * math.exp(1.5))  # W = 1/2
-    gate = F.vespo_objective(ratio, one, -one, rows, (2.0, 3.0), (3.0, 2.0))
-    assert gate[0].item() == pytest.approx(-0.125 * math.exp(1.0))
-    far = F.vespo_objective(ratio * 1e9, one, one, rows, (2.0, 3.0), (3.0, 2.0))
-    assert far[0].item() == 0.0
+    one = torch.ones_like(ratio)
+
+    def first(objective: Surrogate, advantage: float, scale: float = 1.0) -> float:
+        values = {"ratio": scale * ratio, "advantage": advantage * one, "log_prob": one}
+        return objective(tokens_of(2, 1, **values))[0].item()
+
+    assert first(GMPO(), 1.0) == pytest.approx(math.exp(0.4 / 2) * 0.5)
+    assert first(GMPO(), -1.0) == pytest.approx(-math.exp(-0.4 / 2) * math.sqrt(2))
+    assert first(VESPO(), 1.0) == pytest.approx(0.25 * math.exp(1.5))  # W = 1/2
+    assert first(VESPO(), -1.0) == pytest.approx(-0.125 * math.exp(1.0))
+    assert first(VESPO(), 1.0, 1e9) == 0.0
 
 
 def test_clipped_log_ratios_are_counted() -> None:

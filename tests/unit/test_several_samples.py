@@ -14,12 +14,12 @@ from tests.support import losses
 from tests.support.models import make_tiny_model
 from tests.support.padded import pad_batch
 from tests.support.training import make_batch, make_trainer
-from torchrl_grpo import functional as F
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.sampler import has_variance
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.models.padding import trajectories_of
 from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.objectives.tokens import token_weights
 from torchrl_grpo.runtime.groups import PackedGroup
 from torchrl_grpo.transforms import GroupAdvantage, RewardShaping
 
@@ -102,10 +102,8 @@ def test_a_trajectory_in_two_samples_weighs_what_it_weighs_in_one():
     whole = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool()
     split = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]]).bool()
     for aggregation in ("sequence_mean", "token_mean", "constant"):
-        one = F.token_weights(losses.rows_of(whole), aggregation)
-        two = F.token_weights(
-            losses.rows_of(split), aggregation, trajectory=torch.tensor([0, 0, 1])
-        )
+        one = token_weights(losses.rows_of(whole), aggregation)
+        two = token_weights(losses.rows_of(split), aggregation, trajectory=torch.tensor([0, 0, 1]))
         assert torch.equal(one, two)
 
 

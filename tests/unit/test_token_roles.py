@@ -14,11 +14,10 @@ from tensordict import lazy_stack
 from torch import Tensor
 
 from tests.support.configs import compose_config
-from tests.support.losses import Table, make_batch, total
+from tests.support.losses import Table, make_batch, tokens_of, total
 from tests.support.models import make_tiny_model
 from tests.support.training import make_batch as make_sequences
 from tests.support.training import make_trainer
-from torchrl_grpo import functional as F
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.algorithm import make_loss
 from torchrl_grpo.config import ConfigError
@@ -26,11 +25,23 @@ from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
 from torchrl_grpo.learner.optimizer import EntropyControl
 from torchrl_grpo.learner.writer import CheckpointWriter
 from torchrl_grpo.models.scoring import TokenScorer
-from torchrl_grpo.objectives import ClipCovLoss, GRPOLoss, KLCovLoss
+from torchrl_grpo.objectives import (
+    ClipCov,
+    ClipCovLoss,
+    GRPOLoss,
+    KLCov,
+    KLCovLoss,
+    Tokens,
+    TopEntropy,
+)
 
 LOG_PROB = torch.tensor([-1.0, -4.0, -2.0, -5.0, -3.0]).double()
 ADVANTAGE = torch.tensor([3.0, 3.0, -2.0, -2.0, -2.0]).double()
 # Means of -3 and 0: covariances of 6 and -3; -2, 4 and 0.
+
+
+def sampled() -> Tokens:
+    return tokens_of(2, 3, sample_log_prob=LOG_PROB, advantage=ADVANTAGE)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +58,13 @@ ADVANTAGE = torch.tensor([3.0, 3.0, -2.0, -2.0, -2.0]).double()
 def test_tokens_of_clip_cov_by_hand(
     bounds: tuple[float, float], share: float, expected: list[list[int]]
 ) -> None:
-    out = F.clip_cov_tokens(LOG_PROB, ADVANTAGE, share, bounds)
+    out = ~ClipCov(share, *bounds)(sampled())
     assert [part.int().tolist() for part in out.split([2, 3])] == expected
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.1, 1), (0.59, 2), (0.61, 3), (1.0, 5)])
 def test_clip_cov_draws_at_most_its_share_and_always_the_same(share: float, count: int) -> None:
-    drawn = [F.clip_cov_tokens(LOG_PROB, ADVANTAGE, share, (-9, 9)) for _ in range(2)]
+    drawn = [~ClipCov(share, -9, 9)(sampled()) for _ in range(2)]
     assert drawn[0].sum() == count
     assert torch.equal(*drawn)
 
@@ -68,18 +79,16 @@ def test_clip_cov_draws_at_most_its_share_and_always_the_same(share: float, coun
     ],
 )
 def test_tokens_of_kl_cov_by_hand(share: float, expected: list[list[int]]) -> None:
-    out = F.kl_cov_tokens(LOG_PROB, ADVANTAGE, share)
+    out = KLCov(share).prepare(sampled())["penalized"]
     assert [part.int().tolist() for part in out.split([2, 3])] == expected
 
 
 def test_a_batch_without_tokens_has_none_to_treat_apart() -> None:
-    nothing = LOG_PROB[:0]
-    for out in (
-        F.clip_cov_tokens(nothing, nothing, 1.0, (-9, 9)),
-        F.kl_cov_tokens(nothing, nothing, 1.0),
-        F.top_entropy_tokens(nothing, 0.5),
-    ):
-        assert out.tolist() == []
+    nothing = sampled().take(torch.zeros(5, dtype=torch.bool))
+    nothing["prox_entropy"] = nothing["advantage"]
+    assert ClipCov(1.0, -9, 9)(nothing).tolist() == []
+    assert KLCov(1.0).prepare(nothing)["penalized"].tolist() == []
+    assert TopEntropy(0.5)(nothing) is True
 
 
 @pytest.mark.parametrize(
@@ -95,18 +104,19 @@ def test_a_batch_without_tokens_has_none_to_treat_apart() -> None:
 )
 def test_top_entropies_by_hand(share: float, expected: list[float]) -> None:
     entropy = torch.tensor([3.0, 0.5, 1.0, 3.0, 2.0])
-    out = F.top_entropy_tokens(entropy, share)
-    assert sorted(entropy[out].tolist()) == expected
+    out = TopEntropy(share)(tokens_of(prox_entropy=entropy))
+    assert sorted((entropy if out is True else entropy[out]).tolist()) == expected
 
 
 def test_the_penalty_of_kl_cov_by_hand() -> None:
-    ratio = torch.tensor([[2.0, 0.5, 4.0]], dtype=torch.float64, requires_grad=True)
-    penalized = torch.tensor([[True, True, False]])
-    out = F.kl_cov_objective(ratio, torch.tensor([[3.0]]).double(), penalized, 0.1)
+    ratio = torch.tensor([2.0, 0.5, 4.0], dtype=torch.float64, requires_grad=True)
+    penalized = torch.tensor([True, True, False])
+    advantage = torch.full((3,), 3.0).double()
+    out = KLCov(penalty=0.1)(tokens_of(ratio=ratio, advantage=advantage, penalized=penalized))
     log2 = 0.1 * math.log(2)
-    torch.testing.assert_close(out, torch.tensor([[6 - log2, 1.5 - log2, 12.0]]).double())
+    torch.testing.assert_close(out, torch.tensor([6 - log2, 1.5 - log2, 12.0]).double())
     out.sum().backward()
-    assert ratio.grad.tolist() == [[3 - 0.05, 3 + 0.2, 3.0]]
+    assert ratio.grad.tolist() == [3 - 0.05, 3 + 0.2, 3.0]
 
 
 # In the losses
@@ -199,7 +209,7 @@ def test_micro_batches_add_up_whatever_the_rule(kind: Any) -> None:
     torch.testing.assert_close(loss.actor_network.logits.grad, whole.actor_network.logits.grad)
     prepared = loss.prepare(loss.read(batch)).values
     trained = prepared[keys.TOKEN_ROLES]
-    assert not trained[~F.top_entropy_tokens(prepared[keys.PROX_ENTROPY], 0.5)].any()
+    assert not trained[~TopEntropy(0.5)(tokens_of(prox_entropy=prepared[keys.PROX_ENTROPY]))].any()
     assert trained.any() and not trained.all()
     assert (("loss", "penalized") in prepared) == (kind is KLCovLoss)
 

@@ -11,7 +11,6 @@ import torch
 from torch.nn import Parameter
 
 from torchrl_grpo.checks import LearningRate, Optimizer
-from torchrl_grpo.functional import adapted_entropy_coef
 
 
 def make_optimizer(
@@ -52,14 +51,14 @@ def make_optimizer(
 
 @dataclass
 class EntropyControl:
-    """Coefficient of the entropy bonus that follows the policy's entropy, see
-    ``functional.adapted_entropy_coef``.
+    """Coefficient of the entropy bonus that follows the policy's entropy (Skywork-OR1, arXiv
+    2505.22312): ``delta`` more after a step whose entropy is at most the target, else less.
 
     Attributes:
         coefficient: what the bonus is weighted by where it applies; at first the initial one.
         target: mean entropy of a token in nats, at or below which the bonus applies.
         delta: change with each optimizer step.
-        largest: bound of the coefficient.
+        largest: bound of the coefficient, which is at least 0.
         entropy: mean entropy in the latest step, None before the first one.
     """
 
@@ -79,9 +78,8 @@ class EntropyControl:
         """Adapt the coefficient to the entropy in a step, if it is a number."""
         if math.isfinite(entropy):
             self.entropy = entropy
-            self.coefficient = adapted_entropy_coef(
-                self.coefficient, entropy, self.target, self.delta, self.largest
-            )
+            step = self.delta if entropy <= self.target else -self.delta
+            self.coefficient = min(max(self.coefficient + step, 0.0), self.largest)
 
 
 def has_small_states(optimizer: torch.optim.Optimizer) -> bool:

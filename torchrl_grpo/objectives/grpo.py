@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_grpo.checks import (
@@ -52,8 +53,11 @@ class Setting:
         return self if loss is None else getattr(loss.get_submodule(self.part), self.name)
 
     def __set__(self, loss: Any, value: Any) -> None:
-        """Set the attribute of the part."""
-        setattr(loss.get_submodule(self.part), self.name, value)
+        """Set the attribute of the part; a buffer remains one."""
+        part = loss.get_submodule(self.part)
+        before = getattr(part, self.name)
+        is_buffer = isinstance(before, Tensor)
+        setattr(part, self.name, torch.full_like(before, value) if is_buffer else value)
 
 
 class GRPOLoss(PolicyLoss):
@@ -197,7 +201,7 @@ class GRPOLoss(PolicyLoss):
     entropy_coeff = Setting("terms.2.coeff")
     teacher_coeff = Setting("terms.3.coeff")
     teacher_clip = Setting("terms.3.clip")
-    mask_truncated = Setting("select.1.on")
+    mask_truncated = Setting("select.1.active")
     top_entropy_quantile = Setting("select.2.share")
 
     def __init__(
@@ -257,10 +261,11 @@ class GRPOLoss(PolicyLoss):
                 *select,
             ],
             terms=[
-                KLTo("ref", kl_to_ref_coeff, kl_estimator, kl_bias_correction),
-                KLTo("inference", kl_to_inference_coeff, kl_estimator),
+                KLTo("ref", kl_to_ref_coeff or 0.0, kl_estimator, kl_bias_correction),
+                KLTo("inference", kl_to_inference_coeff or 0.0, kl_estimator),
                 Entropy(entropy_coeff),
                 Distill(teacher_coeff, teacher_clip),
+                KLTo("teacher"),
             ],
             aggregation=aggregation,
             constant_length=constant_length,
@@ -272,46 +277,46 @@ class GRPOLoss(PolicyLoss):
         _adapt(self)
 
 
-_FORMER = {"surrogate": "a Surrogate", "clipped": "a Surrogate", "kl": "a Term"}
-"""Methods of subclasses that are called for one more release, and the part to write instead."""
-_REFUSED = {
+_FORMER = {
+    "surrogate": "a Surrogate",
+    "clipped": "a Surrogate",
+    "kl": "a Term",
     "ratio": "an OffPolicy",
     "behaviour": "a Surrogate",
     "token_roles": "a Select",
     "_objective": "a Surrogate",
 }
-"""Those that are refused, likewise."""
+"""Methods that subclasses had, and the part to write instead."""
 
 
 def _adapt(loss: GRPOLoss) -> None:
-    """Let the parts of a loss call the methods that a subclass has in the former way."""
-    kind = type(loss)
-    for method, part in (_FORMER | _REFUSED).items():
-        if hasattr(kind, method):
-            name, fix = f"{kind.__name__}.{method}", f"write {part} (docs/tutorials/own_loss.md)."
-            if method in _REFUSED:
-                raise TypeError(
-                    f"{name} must not be overridden, since a loss is made of parts: {fix}"
-                )
-            warnings.warn(f"{name} works for one more release: {fix}", FutureWarning, stacklevel=4)
-    objective: Any = loss.objective
-    if hasattr(loss, "surrogate"):
-        objective.forward = partial(_by_rows, loss.surrogate, ("ratio", "log_prob", "advantage"))
-    if hasattr(loss, "clipped"):
-        objective.clipped = partial(_by_rows, loss.clipped, ("ratio", "advantage"))
-    if hasattr(loss, "kl"):
-        for term in loss.terms[:2]:
-            term.kl = partial(_by_rows, loss.kl, ("log_prob", term.other))
+    """Let the parts of a loss call the methods that a subclass has in the former way, or refuse
+    those that have no place any more.
+    """
+    calls: dict[str, list[tuple[Any, str, tuple[str, ...]]]] = {
+        "surrogate": [(loss.objective, "forward", ("ratio", "log_prob", "advantage"))],
+        "clipped": [(loss.objective, "clipped", ("ratio", "advantage"))],
+        "kl": [(term, "kl", ("log_prob", term.other)) for term in loss.terms[:2]],
+    }
+    for method, part in _FORMER.items():
+        if not hasattr(type(loss), method):
+            continue
+        name, fix = f"{type(loss).__name__}.{method}", f"write {part} (docs/tutorials/own_loss.md)."
+        if method not in calls:
+            raise TypeError(f"{name} must not be overridden, since a loss is made of parts: {fix}")
+        warnings.warn(f"{name} works for one more release: {fix}", FutureWarning, stacklevel=4)
+        for caller, attribute, names in calls[method]:
+            setattr(caller, attribute, partial(_by_rows, getattr(loss, method), names))
 
 
 def _by_rows(method: Any, names: Sequence[str], t: Tokens) -> Any:
     """Call a method with values of each sequence, [B, T] padded with 0 (ratios with 1)."""
-    sizes = t.segments.sizes.tolist()
-    rows = [pad_sequence(t[name].split(sizes), True, float(name == "ratio")) for name in names]
-    out = method(*rows)
-    parts = out if isinstance(out, tuple) else (out,)
-    flat = [
-        torch.cat([row[:size] for row, size in zip(value.expand_as(rows[0]), sizes, strict=True)])
-        for value in parts
-    ]
-    return flat if isinstance(out, tuple) else flat[0]
+
+    def padded(values: Tensor, fill: float = 0.0) -> Tensor:
+        return pad_sequence(values.split(t.segments.sizes.tolist()), True, fill)
+
+    exists = padded(torch.ones_like(t["ratio"])) > 0
+    out = method(*(padded(t[name], float(name == "ratio")) for name in names))
+    if isinstance(out, tuple):
+        return tuple(value.expand_as(exists)[exists] for value in out)
+    return out.expand_as(exists)[exists]

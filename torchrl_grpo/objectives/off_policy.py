@@ -61,10 +61,13 @@ class OffPolicy(Part):
     def __post_init__(self) -> None:
         """Check the arguments."""
         super().__post_init__()
-        check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
-        check_choice("proximal", self.proximal, (*get_args(Proximal), "current"))
-        check_choice("behaviour_weight", self.weight, get_args(WeightBound))
-        check_choice("behaviour_level", self.level, get_args(WeightLevel))
+        for name, choice, choices in (
+            ("ratio_level", self.ratio_level, get_args(RatioLevel)),
+            ("proximal", self.proximal, (*get_args(Proximal), "current")),
+            ("behaviour_weight", self.weight, get_args(WeightBound)),
+            ("behaviour_level", self.level, get_args(WeightLevel)),
+        ):
+            check_choice(name, choice, choices)
         check_behaviour_weight(self.weight, self.proximal)
         if self.cap <= 0:
             raise ValueError(f"behaviour_cap={self.cap} must be above 0: use 5.0.")
@@ -97,9 +100,11 @@ class OffPolicy(Part):
             log_weight = t.segments.spread(t.segments.sum(log_weight))
         t["behaviour_weight"] = F.bounded_weight(log_weight, self.weight, self.cap, self.floor)
         t["is_rejected"] = torch.zeros_like(log_weight, dtype=torch.bool)
-        if self.weight == "none" and not self.reject:
-            return {}
-        return self._weight_metrics(t, log_weight) | self._reject(t)
+        out: dict[str, Tensor] = {}
+        if self.weight != "none":
+            weight, free = t["behaviour_weight"], F.bounded_weight(log_weight, "truncate", math.inf)
+            out = t.means(behaviour_weight=weight, behaviour_capped=weight != free)
+        return out | self._reject(t) if out or self.reject else out
 
     def _proximal(self, t: Tokens) -> Tensor:
         """Return the log-probs that the ratio is clipped around, [S].
@@ -120,20 +125,12 @@ class OffPolicy(Part):
 
     def _ratio(self, t: Tokens) -> Tensor:
         """Return current over proximal probability, [S]."""
-        log_prob, prox = t["log_prob"], t["prox_log_prob"]
-        if self.ratio_level == "token":
-            return F.importance_ratio(log_prob, prox)
-        mean = t.segments.spread(t.segments.mean(log_prob - prox))
-        if self.ratio_level == "sequence_token":
-            mean = mean.detach() + log_prob - log_prob.detach()
-        return F.importance_ratio(mean, torch.zeros_like(mean))
-
-    def _weight_metrics(self, t: Tokens, log_weight: Tensor) -> dict[str, Tensor]:
-        """Return the mean weight, and the share of weights that a bound changed."""
-        if self.weight == "none":
-            return {}
-        weight, free = t["behaviour_weight"], F.bounded_weight(log_weight, "truncate", math.inf)
-        return t.means(behaviour_weight=weight, behaviour_capped=weight != free)
+        log_ratio = t["log_prob"] - t["prox_log_prob"]
+        if self.ratio_level != "token":
+            mean = t.segments.spread(t.segments.mean(log_ratio))
+            own = log_ratio - log_ratio.detach()  # 0, with the gradient of each token
+            log_ratio = mean.detach() + own if self.ratio_level == "sequence_token" else mean
+        return F.importance_ratio(log_ratio, torch.zeros_like(log_ratio))
 
     def _reject(self, t: Tokens) -> dict[str, Tensor]:
         """Remove the weights of rejected tokens. Return divergences of the trainer's from the

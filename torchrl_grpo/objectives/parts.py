@@ -25,11 +25,13 @@ class Part(nn.Module):
     Attributes:
         in_keys: names (of ``set_keys``) or keys of the entries that it needs, besides ``advantage``
             and the log-probs.
+        active: whether it changes the loss. Otherwise a batch may lack these entries.
         optional_in_keys: those that it reads if a batch has them.
         prepared: names of the values that ``prepare`` returns.
     """
 
     in_keys: tuple[NestedKey, ...] = ()
+    active: bool = True
     optional_in_keys: tuple[NestedKey, ...] = ()
     prepared: tuple[str, ...] = ()
 
@@ -67,8 +69,8 @@ class Surrogate(Part):
 
     def __init__(self, low: float = 0.2, high: float = 0.2) -> None:
         super().__init__()
-        for name, bound in (("low", low), ("high", high)):
-            self.register_buffer(name, torch.tensor(float(bound), device="cpu"))
+        self.register_buffer("low", torch.tensor(float(low), device="cpu"))
+        self.register_buffer("high", torch.tensor(float(high), device="cpu"))
 
     def __post_init__(self) -> None:
         """Initialize the module of a surrogate that is a dataclass, which has the default bounds."""
@@ -81,13 +83,8 @@ class Surrogate(Part):
 
     @clip_epsilon.setter
     def clip_epsilon(self, value: float | tuple[Any, Any]) -> None:
-        self.low, self.high = check_clip_epsilon(value)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Keep the bounds buffers, whatever number they are set to."""
-        if name in ("low", "high") and not isinstance(value, Tensor):
-            value = torch.full_like(getattr(self, name), float(value))
-        super().__setattr__(name, value)
+        for bound, distance in zip(self.clip_epsilon, check_clip_epsilon(value), strict=True):
+            bound.fill_(distance)
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
@@ -289,19 +286,15 @@ class Valid(Select):
 
 @dataclass(eq=False)
 class NotTruncated(Select):
-    """The tokens of responses that no limit cut off; all tokens unless ``on``."""
+    """The tokens of responses that no limit cut off; all tokens if it is not ``active``."""
 
-    on: bool = True
+    active: bool = True
     is_of_loss = True
+    in_keys = ("truncated",)
 
-    @property
-    def in_keys(self) -> tuple[NestedKey, ...]:  # type: ignore[override]
-        """Return ``truncated``, unless all tokens are selected."""
-        return ("truncated",) if self.on else ()
-
-    def forward(self, t: Tokens) -> Tensor | bool:
+    def forward(self, t: Tokens) -> Tensor:
         """Return the tokens of whole responses."""
-        return not self.on or ~t["truncated"].bool()
+        return ~t["truncated"].bool()
 
 
 @dataclass(eq=False)
@@ -311,18 +304,19 @@ class TopEntropy(Select):
     """
 
     share: float
+    in_keys = ("prox_entropy",)
 
     @property
-    def in_keys(self) -> tuple[NestedKey, ...]:  # type: ignore[override]
-        """Return ``prox_entropy``, unless all tokens are selected."""
-        return ("prox_entropy",) if self.share < 1 else ()
+    def active(self) -> bool:  # type: ignore[override]
+        """Return whether it leaves out tokens."""
+        return self.share < 1
 
     def forward(self, t: Tokens) -> Tensor | bool:
         """Return the tokens from the quantile ``1 - share`` on, which is linearly interpolated."""
-        if self.share == 1 or not len(t["prox_entropy"]):
-            return True
         values = t["prox_entropy"].double().sort().values
         place = (1 - self.share) * (len(values) - 1)
+        if place < 0:  # no tokens
+            return True
         low, high = values[math.floor(place)], values[math.ceil(place)]
         return t["prox_entropy"] >= low + (high - low) * (place - math.floor(place))
 
@@ -379,15 +373,21 @@ class Term(Part):
     """A term of the loss besides the objective, ``loss_`` and its name.
 
     Args:
-        coeff: its weight, at least 0; at 0 (or None) it has only metrics.
+        coeff: its weight, at least 0; at 0 (or None) it has only metrics, if the batch has what it
+            reads.
     """
 
     name: str
     coeff: float
 
-    def __init__(self, coeff: float | None) -> None:
+    @property
+    def active(self) -> bool:  # type: ignore[override]
+        """Return whether it has a coefficient."""
+        return self.coeff > 0
+
+    def __init__(self, coeff: float) -> None:
         super().__init__()
-        self.coeff = coeff or 0.0
+        self.coeff = coeff
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Check the coefficient, whenever it is set."""
@@ -399,16 +399,15 @@ class Term(Part):
                 )
         super().__setattr__(name, value)
 
-    def forward(self, t: Tokens) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the values to average, [S], which are not read with a coefficient of 0, and
-        metrics.
-        """
+    def forward(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the values to average, [S], and metrics."""
         raise NotImplementedError
 
 
 @dataclass(eq=False)
 class KLTo(Term):
-    """The KL to the reference (``"ref"``) or the sampling policy (``"inference"``).
+    """The KL to the reference (``"ref"``), the sampling policy (``"inference"``) or a teacher, where
+    there is one.
 
     Args:
         policy: the other policy.
@@ -417,7 +416,7 @@ class KLTo(Term):
         unbiased: whether it is multiplied by the ratio (DeepSeek-V3.2, arXiv 2512.02556).
     """
 
-    policy: Literal["ref", "inference"]
+    policy: Literal["ref", "inference", "teacher"]
     coeff: float = 0.0
     estimator: KLEstimator = "k3"
     unbiased: bool = False
@@ -426,31 +425,27 @@ class KLTo(Term):
         """Check the arguments."""
         super().__post_init__()
         check_choice("kl_estimator", self.estimator, get_args(KLEstimator))
-        self.other = "sample_log_prob" if self.policy == "inference" else "ref_log_probs"
-        self.optional_in_keys = (self.other,)
+        self.other = "sample_log_prob" if self.policy == "inference" else f"{self.policy}_log_probs"
+        self.in_keys = (self.other,)
+        self.optional_in_keys = (self.other, "teacher_valid")
 
     @property
     def name(self) -> str:  # type: ignore[override]
         """Return the name of the term."""
         return f"kl_to_{self.policy}"
 
-    @property
-    def in_keys(self) -> tuple[NestedKey, ...]:  # type: ignore[override]
-        """Return the other policy's log-probs, with a coefficient."""
-        return (self.other,) if self.coeff else ()
-
     def kl(self, t: Tokens) -> Tensor:
         """Return the KL of each token, [S]."""
         return F.KL_ESTIMATORS[self.estimator](t["log_prob"], t[self.other])
 
-    def forward(self, t: Tokens) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def forward(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the KL of each token, and two estimates as metrics."""
-        if self.other not in t:
-            return None, {}
-        kl = self.kl(t) if self.coeff else None
-        if kl is not None and self.unbiased:
-            kl = kl * t["ratio"]
-        return kl, t.kl_means(self.policy, t[self.other])
+        current, other = t["log_prob"].detach(), t[self.other]
+        if self.policy == "teacher" and "teacher_valid" in t:
+            t[self.other] = other = torch.where(t["teacher_valid"] > 0, other, current)
+        kl = self.kl(t) * t["ratio"] if self.unbiased else self.kl(t)
+        k1, k3 = F.kl_k1(current, other), F.kl_k3(current, other)
+        return kl, t.means(**{f"kl_k1_to_{self.policy}": k1, f"kl_k3_to_{self.policy}": k3})
 
 
 class Entropy(Term):
@@ -465,7 +460,7 @@ class Entropy(Term):
 
 @dataclass(eq=False)
 class Distill(Term):
-    """The divergence from a teacher.
+    """The divergence from a teacher, 0 where there is none.
 
     Args:
         coeff: weight.
@@ -475,24 +470,13 @@ class Distill(Term):
     coeff: float = 0.0
     clip: float | None = None
     name = "teacher"
-    optional_in_keys = ("teacher_valid", "teacher_log_probs")
+    in_keys = ("divergence",)
+    optional_in_keys = ("teacher_valid",)
 
-    @property
-    def in_keys(self) -> tuple[NestedKey, ...]:  # type: ignore[override]
-        """Return the divergence, with a coefficient."""
-        return ("divergence",) if self.coeff else ()
-
-    def forward(self, t: Tokens) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the divergence, 0 without a teacher, and metrics that the batch has data for."""
-        divergence, out = None, dict[str, Tensor]()
-        valid = (
-            t["teacher_valid"] > 0 if "teacher_valid" in t else torch.ones_like(t["log_prob"]) > 0
-        )
-        if self.coeff:
-            divergence = torch.where(valid, t["divergence"], 0.0)
-            divergence = divergence.clamp(max=math.inf if self.clip is None else self.clip)
-            out = t.means(divergence_to_teacher=divergence)
-        if "teacher_log_probs" in t:
-            log_prob = torch.where(valid, t["teacher_log_probs"], t["log_prob"].detach())
-            out |= t.kl_means("teacher", log_prob)
-        return divergence, out
+    def forward(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the divergence, also as a metric if it has a coefficient."""
+        divergence = t["divergence"]
+        if "teacher_valid" in t:
+            divergence = torch.where(t["teacher_valid"] > 0, divergence, 0.0)
+        divergence = divergence.clamp(max=math.inf if self.clip is None else self.clip)
+        return divergence, t.means(divergence_to_teacher=divergence) if self.active else {}

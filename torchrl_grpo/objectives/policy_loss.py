@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -168,10 +168,6 @@ class PolicyLoss(LossModule):
     def _parts(self) -> list[Part]:
         return [self.off_policy, self.objective, *self.select, *self.terms]
 
-    def _keys(self, names: Iterable[NestedKey]) -> list[NestedKey]:
-        """Return the keys of names of ``set_keys``, and of keys themselves."""
-        return [vars(self.tensor_keys).get(name, name) for name in names]
-
     @property
     def in_keys(self) -> list[NestedKey]:
         """Keys of all entries that ``forward`` may read, or those that were set, until keys are
@@ -180,9 +176,9 @@ class PolicyLoss(LossModule):
         if self._in_keys is not None:
             return self._in_keys
         of_scorer = getattr(self.actor_network, "optional_in_keys", ())
-        of_batch = [keys.TRAJECTORY, *self._prepared().values(), *_TOTALS]
-        optional = [*of_scorer, *self._keys(self._optional_names()), *of_batch]
-        return list(dict.fromkeys([*self.required_in_keys, *optional]))
+        of_parts = [*self._keys(optional=True).values(), *self._prepared().values()]
+        every = [*self.required_in_keys, *of_scorer, keys.TRAJECTORY, *of_parts, *_TOTALS]
+        return list(dict.fromkeys(every))
 
     @in_keys.setter
     def in_keys(self, names: list[NestedKey] | None) -> None:
@@ -194,18 +190,22 @@ class PolicyLoss(LossModule):
         scorer, renamed = self.actor_network, self._renamed()
         of_scorer = [renamed.get(key, key) for key in scorer.in_keys]
         of_scorer += [keys.KEPT, keys.KEPT_LOG_PROBS] if self._centers else []
-        of_parts = [key for key in self._keys(self._names()) if key not in scorer.out_keys]
+        of_parts = [key for key in self._keys().values() if key not in scorer.out_keys]
         return list(dict.fromkeys([*of_scorer, *of_parts]))
 
-    def _names(self) -> list[NestedKey]:
-        """Return names of the entries that parts need, whether the batch or the scorer has them."""
-        names: list[NestedKey] = ["mask", "sample_log_prob", "advantage"]
+    def _keys(self, *, optional: bool = False) -> dict[NestedKey, NestedKey]:
+        """Return the keys, by name, of the entries that the parts need, whether the batch or the
+        scorer has them, or of those that they read if a batch has them.
+        """
+        names: list[NestedKey] = [] if optional else ["mask", "sample_log_prob", "advantage"]
         names += ["is_demonstration"] if self.sft_coeff else []
-        return names + [name for part in self._parts() for name in part.in_keys]
+        for part in self._parts():
+            names += part.optional_in_keys if optional else part.in_keys if part.active else ()
+        return {name: self._key(name) for name in names}
 
-    def _optional_names(self) -> list[NestedKey]:
-        """Return names of the entries that parts read if a batch has them."""
-        return [name for part in self._parts() for name in part.optional_in_keys]
+    def _key(self, name: NestedKey) -> NestedKey:
+        """Return the key of a name of ``set_keys``, or of a key itself."""
+        return vars(self.tensor_keys).get(name, name)
 
     def _renamed(self) -> dict[NestedKey, NestedKey]:
         """Return the keys in the batch of entries that a scorer reads under the default ones."""
@@ -229,19 +229,15 @@ class PolicyLoss(LossModule):
         if self._out_keys_apparent is not None:
             return self._out_keys_apparent
         one = torch.ones(1, device=self.objective.low.device)
-        names = ["log_prob", "entropy", "centering", *self._names()]
+        names = ["log_prob", "entropy", "centering", *self._keys()]
         t = Tokens(dict.fromkeys(names, one), Segments.of([1]).to(one.device))
         with torch.no_grad():
             t.values |= self._of_batch(t)
             return [*self.of_tokens(t), *(["loss_sft"] if self.sft_coeff else [])]
 
-    @out_keys.setter
-    def out_keys(self, names: list[NestedKey]) -> None:
-        self._out_keys_apparent = names
-
     def select_out_keys(self, *out_keys: str) -> PolicyLoss:
         """Return only these outputs from here on. TorchRL's own needs a batch with all in_keys."""
-        self.out_keys = list(out_keys)
+        self._out_keys_apparent = list(out_keys)
         return self
 
     def reset_out_keys(self) -> PolicyLoss:
@@ -268,9 +264,11 @@ class PolicyLoss(LossModule):
             ValueError: an entry has a wrong shape.
         """
         tokens, mask = self.tensor_keys.action, self.tensor_keys.mask
-        required = self.required_in_keys if required is None else required
-        _check(batch, required)
-        names = {*required, *self._keys(self._names()), *self.in_keys} - {tokens, mask, *_NO_VALUES}
+        for key in self.required_in_keys if required is None else required:
+            if not has(batch, key):
+                raise missing(batch, key)
+        of_scorer = {keys.KEPT, keys.KEPT_LOG_PROBS, keys.TEACHER_STATES}.intersection(self.in_keys)
+        names = {*self._values().values(), *of_scorer} - {mask}
         rows = Rows.read(batch, sorted(names, key=str), tokens, mask)
         totals = {key: batch[0].get(key).reshape(()) for key in _TOTALS if has(batch, key)}
         trajectory = None if totals else trajectories_of(batch)
@@ -287,9 +285,13 @@ class PolicyLoss(LossModule):
         """
         action, mask = self.tensor_keys.action, self.tensor_keys.mask
         ragged = sequences_of(batch, action) if is_of_wrapper(batch, mask) else batch
-        parts = [part for part in self._parts() if isinstance(part, Select) or part.prepared]
-        names = ["mask", "sample_log_prob", *(name for part in parts for name in part.in_keys)]
-        rows = self.read(ragged, self._keys(names))
+        parts = [part for part in self._parts() if part.prepared or isinstance(part, Select)]
+        names = [
+            "mask",
+            "sample_log_prob",
+            *(name for part in parts if part.active for name in part.in_keys),
+        ]
+        rows = self.read(ragged, list(map(self._key, names)))
         rows = self.prepare(replace(rows, trajectory=trajectories_of(batch)))
         for key in self._prepared().values():
             rows.write(batch, key, rows.values[key], action)
@@ -311,21 +313,35 @@ class PolicyLoss(LossModule):
             rows, values=rows.values | values, totals=self._totals(t, every), trajectory=None
         )
 
-    def _tokens(self, rows: Rows, scores: Mapping[str, Tensor] | None = None) -> Tokens:
+    def _scores(self) -> dict[str, NestedKey]:
+        """Return the keys of scores that an actor network may write, by name."""
+        names = self.tensor_keys
+        scores = {"log_prob": names.cur_log_prob, "entropy": names.entropy}
+        return scores | {"divergence": names.divergence, "centering": keys.CENTERING}
+
+    def _values(self) -> dict[NestedKey, NestedKey]:
+        """Return the keys of all values of tokens that a batch may have, by name."""
+        return self._keys() | self._keys(optional=True) | self._prepared() | self._scores()
+
+    def _tokens(self, rows: Rows, scores: dict[str, Tensor] | None = None) -> Tokens:
         """Return all scored tokens, those that do not count too, with the scores of a pass."""
-        names = [*self._names(), *self._optional_names(), "entropy"]
-        key_of = dict(zip(names, self._keys(names), strict=True)) | self._prepared()
-        key_of |= {"log_prob": self.tensor_keys.cur_log_prob, "centering": keys.CENTERING}
-        values = {name: rows.values[key] for name, key in key_of.items() if key in rows.values}
+        values = {
+            name: rows.values[key] for name, key in self._values().items() if key in rows.values
+        }
         device = values["sample_log_prob"].device
         return Tokens(values | (scores or {}), rows.of_scored.to(device), rows.totals)
 
+    def _selected(self, t: Tokens, *, of_loss: bool) -> Tensor:
+        """Return which tokens pass the selections of the loss, or those of the objective, [S]."""
+        flags = torch.ones_like(t["sample_log_prob"], dtype=torch.bool)
+        for select in self.select:
+            if select.active and select.is_of_loss == of_loss:
+                flags = flags & select(t)
+        return flags
+
     def _counts(self, t: Tokens) -> Tensor:
         """Return which tokens count, [S] bool."""
-        counts = torch.ones_like(t["sample_log_prob"], dtype=torch.bool)
-        for select in self.select:
-            if select.is_of_loss:
-                counts = counts & select(t)
+        counts = self._selected(t, of_loss=True)
         return counts & ~t["is_demonstration"].bool() if self.sft_coeff else counts
 
     def _of_batch(self, t: Tokens, trajectory: Tensor | None = None) -> dict[NestedKey, Tensor]:
@@ -337,10 +353,7 @@ class PolicyLoss(LossModule):
             dtype=t["sample_log_prob"].dtype,
             trajectory=trajectory,
         )
-        trained = torch.ones_like(weights, dtype=torch.bool)
-        for select in self.select:
-            if not select.is_of_loss:
-                trained = trained & select(t)
+        trained = self._selected(t, of_loss=False)
         values: dict[NestedKey, Tensor] = {"weights": weights, "token_roles": trained}
         for part in self._parts():
             values |= part.prepare(t)
@@ -366,7 +379,6 @@ class PolicyLoss(LossModule):
             )
         scorer, names = self.actor_network, self.tensor_keys
         if not isinstance(scorer, TokenScorer):
-            _check(tensordict, self.required_in_keys)
             data = self._act(tensordict)
             rows = self.read(data, [*self.required_in_keys, names.cur_log_prob, names.entropy])
             return self.of_rows(rows, {})
@@ -385,10 +397,8 @@ class PolicyLoss(LossModule):
 
     def scores_of_actor(self, batch: TensorDictBase, rows: Rows) -> dict[str, Tensor]:
         """Return the scores of an actor network that is no ``TokenScorer``; see ``score``."""
-        names, out = self.tensor_keys, self._act(batch)
-        keys_of = {"log_prob": names.cur_log_prob, "entropy": names.entropy}
-        keys_of |= {"divergence": names.divergence, "centering": keys.CENTERING}
-        return {name: rows.value(out, key) for name, key in keys_of.items() if has(out, key)}
+        out = self._act(batch)
+        return {name: rows.value(out, key) for name, key in self._scores().items() if has(out, key)}
 
     def score(self, rows: Rows, layout: Any) -> dict[str, Tensor]:
         """Return the scores of a ``TokenScorer`` that the loss reads, [S] each, by name."""
@@ -397,7 +407,7 @@ class PolicyLoss(LossModule):
         center = self.off_policy.center if self._centers else None
         return scorer.score_rows(layout, rows.values, center=center, teacher=scorer.teacher)
 
-    def of_rows(self, rows: Rows, scores: Mapping[str, Tensor]) -> GRPOLossOutput:
+    def of_rows(self, rows: Rows, scores: dict[str, Tensor]) -> GRPOLossOutput:
         """Return the loss terms and the metrics of scored sequences.
 
         Args:
@@ -413,7 +423,7 @@ class PolicyLoss(LossModule):
         return GRPOLossOutput(out if selected is None else {name: out[name] for name in selected})
 
     @torch.compiler.disable
-    def tokens(self, rows: Rows, scores: Mapping[str, Tensor]) -> tuple[Tokens, Tokens | None]:
+    def tokens(self, rows: Rows, scores: dict[str, Tensor]) -> tuple[Tokens, Tokens | None]:
         """Return the tokens that count, with what depends on the whole batch, and those of
         demonstrations, on the device of the scores; for the arguments, see ``of_rows``.
         """
@@ -453,10 +463,11 @@ class PolicyLoss(LossModule):
         out["ESS"] = F.effective_sample_size(out["ratio_mean"], out["ratio_square_mean"])
         out |= correction
         for term in self.terms:
-            value, metrics = term(t)
-            if term.coeff:
-                out[f"loss_{term.name}"] = term.coeff * t.weighted_sum(value)
-            out |= metrics
+            if all(name in t for name in term.in_keys):
+                value, metrics = term(t)
+                out |= metrics
+                if term.active:
+                    out[f"loss_{term.name}"] = term.coeff * t.weighted_sum(value)
         out["clip_fraction"] = out["clip_fraction_low"] + out["clip_fraction_high"]
         if "kl_k1_to_inference" in out:
             out["kl_approx"] = -out["kl_k1_to_inference"]
@@ -464,25 +475,6 @@ class PolicyLoss(LossModule):
             if f"kl_k3_to_{policy}" in out:
                 out[f"kl_to_{policy}"] = out[f"kl_k3_to_{policy}"]
         return out
-
-
-_NO_VALUES = (
-    keys.ATTENTION_MASK,
-    keys.IMAGES,
-    keys.TRAJECTORY,
-    keys.PROMPT,
-    ("log_probs", "response"),
-    *_TOTALS,
-)
-"""Entries that are read in another way than as a value of each token."""
-
-
-@torch.compiler.disable
-def _check(batch: TensorDictBase, required: Sequence[NestedKey]) -> None:
-    """Refuse a batch that lacks an entry."""
-    for key in required:
-        if not has(batch, key):
-            raise missing(batch, key)
 
 
 def _device(scorer: TensorDictModuleBase) -> torch.device:

@@ -8,7 +8,6 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_grpo import functional as F
 from torchrl_grpo import keys
 from torchrl_grpo.checks import Aggregation
 from torchrl_grpo.models.layout import send
@@ -81,12 +80,6 @@ class Tokens:
         """
         dtype, count = self["log_prob"].dtype, self.totals.get(of, 1)
         return {name: value.detach().to(dtype).sum() / count for name, value in values.items()}
-
-    def kl_means(self, policy: str, log_prob: Tensor) -> dict[str, Tensor]:
-        """Return two estimates of the KL to another policy, by its log-probs [S], as metrics."""
-        current = self["log_prob"].detach()
-        k1, k3 = F.kl_k1(current, log_prob), F.kl_k3(current, log_prob)
-        return self.means(**{f"kl_k1_to_{policy}": k1, f"kl_k3_to_{policy}": k3})
 
 
 def token_weights(

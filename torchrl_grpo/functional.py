@@ -232,7 +232,7 @@ def token_advantage(
         reward: [M, T] floating, of the tokens of each trajectory.
         value: [M, T], see ``sampled_token_gae``.
         mask: [M, T] bool, the sampled tokens of valid trajectories.
-        group: [M] int64.
+        group: [M], or [M, T] of each token.
         gamma: discount from one sampled token to the next.
         lmbda: as in ``sampled_token_gae``.
         normalize: returns the advantages, given estimates, their groups, and which are valid.
@@ -241,7 +241,7 @@ def token_advantage(
         [M, T] float32, 0 outside the mask.
     """
     estimate = sampled_token_gae(reward, value, mask, gamma, lmbda)[mask]
-    groups = group.unsqueeze(-1).expand_as(mask)[mask]
+    groups = group.reshape(len(group), -1).expand_as(mask)[mask]
     advantage = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
     advantage[mask] = normalize(estimate, groups, torch.ones_like(groups, dtype=torch.bool))
     return advantage
@@ -278,16 +278,18 @@ def turn_advantage(
     exists = numbers < num_turns.unsqueeze(-1)
     rewards = reward.new_zeros(exists.shape)
     rewards = rewards.scatter_add(1, turn, torch.where(mask, reward, 0.0))
-    returns = sampled_token_gae(rewards, torch.zeros_like(rewards), exists, gamma, 1.0)
-
     _, index = group.unique(return_inverse=True)
     common = -_most(-num_turns.double(), index, valid)  # turns that all valid trajectories have
     last_common = (common - 1).clamp(min=0).unsqueeze(-1)
     compared = index.unsqueeze(-1) * len(numbers) + torch.minimum(numbers, last_common)
-    advantage = torch.zeros_like(returns, dtype=torch.float32)
-    # In float32, where returns that differ only in the order of their sums are equal.
-    advantage[exists] = normalize(
-        returns[exists].float(), compared[exists].long(), torch.ones_like(returns[exists]) > 0
+
+    def normalize_returns(returns: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
+        # In float32, where returns that differ only in the order of their sums are equal.
+        return normalize(returns.float(), groups, valid)
+
+    no_values = torch.zeros_like(rewards)
+    advantage = token_advantage(
+        rewards, no_values, exists, compared, gamma, 1.0, normalize_returns
     )
     return torch.where(mask, advantage.gather(1, turn), 0.0)
 

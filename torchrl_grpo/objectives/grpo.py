@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_grpo.checks import (
     Aggregation,
@@ -310,13 +309,9 @@ def _adapt(loss: GRPOLoss) -> None:
 
 
 def _by_rows(method: Any, names: Sequence[str], t: Tokens) -> Any:
-    """Call a method with values of each sequence, [B, T] padded with 0 (ratios with 1)."""
-
-    def padded(values: Tensor, fill: float = 0.0) -> Tensor:
-        return pad_sequence(values.split(t.segments.sizes.tolist()), True, fill)
-
-    exists = padded(torch.ones_like(t["ratio"])) > 0
-    out = method(*(padded(t[name], float(name == "ratio")) for name in names))
-    if isinstance(out, tuple):
-        return tuple(value.expand_as(exists)[exists] for value in out)
-    return out.expand_as(exists)[exists]
+    """Call a method with the values of each sequence, [1, T]."""
+    columns = [t[name][None].split(t.segments.sizes.tolist(), 1) for name in names]
+    outs = [method(*row) for row in zip(*columns, strict=True)]
+    if isinstance(outs[0], tuple):
+        return tuple(torch.cat(part, 1)[0] for part in zip(*outs, strict=True))
+    return torch.cat(outs, 1)[0]

@@ -61,13 +61,10 @@ class OffPolicy(Part):
     def __post_init__(self) -> None:
         """Check the arguments."""
         super().__post_init__()
-        for name, choice, choices in (
-            ("ratio_level", self.ratio_level, get_args(RatioLevel)),
-            ("proximal", self.proximal, (*get_args(Proximal), "current")),
-            ("behaviour_weight", self.weight, get_args(WeightBound)),
-            ("behaviour_level", self.level, get_args(WeightLevel)),
-        ):
-            check_choice(name, choice, choices)
+        check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
+        check_choice("proximal", self.proximal, (*get_args(Proximal), "current"))
+        check_choice("behaviour_weight", self.weight, get_args(WeightBound))
+        check_choice("behaviour_level", self.level, get_args(WeightLevel))
         check_behaviour_weight(self.weight, self.proximal)
         if self.cap <= 0:
             raise ValueError(f"behaviour_cap={self.cap} must be above 0: use 5.0.")

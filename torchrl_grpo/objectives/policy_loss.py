@@ -187,11 +187,11 @@ class PolicyLoss(LossModule):
     @property
     def required_in_keys(self) -> list[NestedKey]:
         """Keys of the entries that a batch must have."""
-        scorer, renamed = self.actor_network, self._renamed()
-        of_scorer = [renamed.get(key, key) for key in scorer.in_keys]
+        scorer, names = self.actor_network, self.tensor_keys
+        of_scorer = [key for key in scorer.in_keys if key not in (keys.FULL, keys.ASSISTANT_MASK)]
         of_scorer += [keys.KEPT, keys.KEPT_LOG_PROBS] if self._centers else []
         of_parts = [key for key in self._keys().values() if key not in scorer.out_keys]
-        return list(dict.fromkeys([*of_scorer, *of_parts]))
+        return list(dict.fromkeys([names.action, *of_scorer, *of_parts]))
 
     def _keys(self, *, optional: bool = False) -> dict[NestedKey, NestedKey]:
         """Return the keys, by name, of the entries that the parts need, whether the batch or the
@@ -206,10 +206,6 @@ class PolicyLoss(LossModule):
     def _key(self, name: NestedKey) -> NestedKey:
         """Return the key of a name of ``set_keys``, or of a key itself."""
         return vars(self.tensor_keys).get(name, name)
-
-    def _renamed(self) -> dict[NestedKey, NestedKey]:
-        """Return the keys in the batch of entries that a scorer reads under the default ones."""
-        return {keys.FULL: self.tensor_keys.action, keys.ASSISTANT_MASK: self.tensor_keys.mask}
 
     @property
     def _centers(self) -> bool:
@@ -301,8 +297,8 @@ class PolicyLoss(LossModule):
 
     def prepare(self, rows: Rows) -> Rows:
         """Return the sequences of a whole optimization batch with what depends on all of them."""
-        every = self._tokens(rows)
-        counts = self._counts(every)
+        every = self._tokens(rows, {})
+        counts = self._selected(every, of_loss=True)
         t = every.take(counts)
         of_batch, prepared = self._of_batch(t, rows.trajectory), self._prepared()
         values = {
@@ -323,26 +319,25 @@ class PolicyLoss(LossModule):
         """Return the keys of all values of tokens that a batch may have, by name."""
         return self._keys() | self._keys(optional=True) | self._prepared() | self._scores()
 
-    def _tokens(self, rows: Rows, scores: dict[str, Tensor] | None = None) -> Tokens:
+    def _tokens(self, rows: Rows, scores: dict[str, Tensor]) -> Tokens:
         """Return all scored tokens, those that do not count too, with the scores of a pass."""
         values = {
             name: rows.values[key] for name, key in self._values().items() if key in rows.values
         }
         device = values["sample_log_prob"].device
-        return Tokens(values | (scores or {}), rows.of_scored.to(device), rows.totals)
+        return Tokens(values | scores, rows.of_scored.to(device), rows.totals)
 
     def _selected(self, t: Tokens, *, of_loss: bool) -> Tensor:
-        """Return which tokens pass the selections of the loss, or those of the objective, [S]."""
+        """Return which sampled tokens pass the selections of the loss, and so count, or those of
+        the objective, [S] bool.
+        """
         flags = torch.ones_like(t["sample_log_prob"], dtype=torch.bool)
+        if self.sft_coeff:
+            flags = ~t["is_demonstration"].bool()
         for select in self.select:
             if select.active and select.is_of_loss == of_loss:
                 flags = flags & select(t)
         return flags
-
-    def _counts(self, t: Tokens) -> Tensor:
-        """Return which tokens count, [S] bool."""
-        counts = self._selected(t, of_loss=True)
-        return counts & ~t["is_demonstration"].bool() if self.sft_coeff else counts
 
     def _of_batch(self, t: Tokens, trajectory: Tensor | None = None) -> dict[NestedKey, Tensor]:
         """Return the values of each token that depend on all that count, by name."""
@@ -361,9 +356,11 @@ class PolicyLoss(LossModule):
 
     def _totals(self, t: Tokens, every: Tokens) -> dict[NestedKey, Tensor]:
         """Return the numbers of tokens, of sequences, and of tokens of demonstrations."""
-        totals = [t.segments.sizes.sum(), (t.segments.sizes > 0).sum()]
-        totals += [every["is_demonstration"].sum()] if self.sft_coeff else []
-        return {key: total.clamp(min=1) for key, total in zip(_TOTALS, totals, strict=False)}
+        sizes = t.segments.sizes
+        totals = {keys.TOKEN_COUNT: sizes.sum(), keys.SEQUENCE_COUNT: (sizes > 0).sum()}
+        if self.sft_coeff:
+            totals[keys.DEMONSTRATION_COUNT] = every["is_demonstration"].sum()
+        return {key: total.clamp(min=1) for key, total in totals.items()}
 
     # Computing the loss
 
@@ -390,7 +387,8 @@ class PolicyLoss(LossModule):
     def _act(self, batch: TensorDictBase) -> TensorDictBase:
         """Return a batch with what the actor network writes."""
         data = batch.copy()
-        for key, name in self._renamed().items():
+        names = self.tensor_keys
+        for key, name in ((keys.FULL, names.action), (keys.ASSISTANT_MASK, names.mask)):
             if key != name and key in self.actor_network.in_keys:
                 copy_entry(data, name, key)
         return self.actor_network(data)
@@ -428,7 +426,7 @@ class PolicyLoss(LossModule):
         demonstrations, on the device of the scores; for the arguments, see ``of_rows``.
         """
         every = self._tokens(rows, scores)
-        t = every.take(self._counts(every)).to(every["log_prob"].device)
+        t = every.take(self._selected(every, of_loss=True)).to(every["log_prob"].device)
         sampler = "log_prob" if self.objective.is_supervised else "sample_log_prob"
         t["sample_log_prob"] = t[sampler].detach()
         if self.kl_mask_threshold > 0:

@@ -126,18 +126,17 @@ def group_advantage(
         )
     rewards, signal = values, valid
     if mean != "none":
-        over = whole if mean == "batch" else index
-        average, count, varies = _statistics(values, over, valid)
+        average, count, varies = _statistics(rewards, whole if mean == "batch" else index, valid)
         if mean == "length_weighted":
             assert length is not None
             weight = torch.where(valid, length.to(torch.float64), 0.0)
-            average = _total(weight * values, index) / _total(weight, index)
-        values, signal = values - average, valid & varies
+            average = _total(weight * rewards, index) / _total(weight, index)
+        signal = valid & varies
+        values = torch.where(signal, rewards - average, 0.0)
         if mean == "leave_one_out":
             values = values * (count / (count - 1).clamp(min=1))
         elif mean == "second_best":
             values = _lead(rewards, index, valid)
-    values = torch.where(signal, values, 0.0)
     if std == "group_mean":
         if (rewards < 0).any():
             raise ValueError(
@@ -151,11 +150,10 @@ def group_advantage(
     elif std != "none":
         over = index if std == "group" else whole
         spread = rewards if mean == "second_best" else values
-        centered, count, varies = _statistics(spread, over, valid)
-        variance = _total(torch.where(valid, (spread - centered).square(), 0.0), over) / (
-            count - 1
-        ).clamp(min=1)
-        values, signal = values / (variance.sqrt() + eps), signal & varies
+        center, count, varies = _statistics(spread, over, valid)
+        squares = torch.where(valid, (spread - center).square(), 0.0)
+        deviation = (_total(squares, over) / (count - 1).clamp(min=1)).sqrt()
+        values, signal = values / (deviation + eps), signal & varies
     return torch.where(signal, values, 0.0).to(torch.float32)
 
 
@@ -283,13 +281,15 @@ def turn_advantage(
     last_common = (common - 1).clamp(min=0).unsqueeze(-1)
     compared = index.unsqueeze(-1) * len(numbers) + torch.minimum(numbers, last_common)
 
-    def normalize_returns(returns: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
-        # In float32, where returns that differ only in the order of their sums are equal.
-        return normalize(returns.float(), groups, valid)
-
-    no_values = torch.zeros_like(rewards)
+    # In float32, where returns that differ only in the order of their sums are equal.
     advantage = token_advantage(
-        rewards, no_values, exists, compared, gamma, 1.0, normalize_returns
+        rewards,
+        torch.zeros_like(rewards),
+        exists,
+        compared,
+        gamma,
+        1.0,
+        lambda returns, *others: normalize(returns.float(), *others),
     )
     return torch.where(mask, advantage.gather(1, turn), 0.0)
 

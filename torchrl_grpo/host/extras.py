@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 EXTRAS = {
+    "adapt_former_methods": "torchrl_grpo.integrations.former_losses:adapt_former_methods",
     "agent": "torchrl_grpo.integrations.agents:with_agent",  # env.agent
     "alarms": "torchrl_grpo.extras.report.alarms:Alarms",  # of each step
     "check_hub": "torchrl_grpo.extras.hints.hub:check_hub",  # before a download

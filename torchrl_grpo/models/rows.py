@@ -50,8 +50,6 @@ class Rows:
         values: [S, ...] by key, a value of each scored token, on any device.
         totals: scalars by key, of the whole optimization batch.
         trajectory: [B] int64, of each sequence; None if each is a trajectory, or nothing asks.
-        counted: indices of the scored tokens that count in a loss; None if all do.
-        of_counted: where each sequence is in ``counted``; None if a loss has not said yet.
     """
 
     tokens: Tensor
@@ -62,8 +60,6 @@ class Rows:
     values: dict[NestedKey, Tensor] = field(default_factory=dict)
     totals: dict[NestedKey, Tensor] = field(default_factory=dict)
     trajectory: Tensor | None = None
-    counted: Tensor | None = None
-    of_counted: Segments | None = None
 
     @classmethod
     def of(
@@ -251,9 +247,7 @@ class Rows:
             {name: send(value, device) for name, value in part.items()}
             for part in (self.values, self.totals)
         )
-        counted = None if self.counted is None else send(self.counted, device)
-        of_counted = None if self.of_counted is None else self.of_counted.to(device)
-        return replace(self, values=values, totals=totals, counted=counted, of_counted=of_counted)
+        return replace(self, values=values, totals=totals)
 
     def write(
         self, batch: TensorDictBase, name: NestedKey, values: Tensor, tokens_key: NestedKey = K.FULL

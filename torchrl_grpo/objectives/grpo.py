@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -34,7 +32,6 @@ from torchrl_grpo.objectives.parts import (
     Valid,
 )
 from torchrl_grpo.objectives.policy_loss import PolicyLoss
-from torchrl_grpo.objectives.tokens import Tokens
 
 
 class Setting:
@@ -55,8 +52,9 @@ class Setting:
         """Set the attribute of the part; a buffer remains one."""
         part = loss.get_submodule(self.part)
         before = getattr(part, self.name)
-        is_buffer = isinstance(before, Tensor)
-        setattr(part, self.name, torch.full_like(before, value) if is_buffer else value)
+        if isinstance(before, Tensor):
+            value = torch.full_like(before, value)
+        setattr(part, self.name, value)
 
 
 class GRPOLoss(PolicyLoss):
@@ -273,45 +271,4 @@ class GRPOLoss(PolicyLoss):
             sft_coeff=sft_coeff,
             device=device,
         )
-        _adapt(self)
-
-
-_FORMER = {
-    "surrogate": "a Surrogate",
-    "clipped": "a Surrogate",
-    "kl": "a Term",
-    "ratio": "an OffPolicy",
-    "behaviour": "a Surrogate",
-    "token_roles": "a Select",
-    "_objective": "a Surrogate",
-}
-"""Methods that subclasses had, and the part to write instead."""
-
-
-def _adapt(loss: GRPOLoss) -> None:
-    """Let the parts of a loss call the methods that a subclass has in the former way, or refuse
-    those that have no place any more.
-    """
-    calls: dict[str, list[tuple[Any, str, tuple[str, ...]]]] = {
-        "surrogate": [(loss.objective, "forward", ("ratio", "log_prob", "advantage"))],
-        "clipped": [(loss.objective, "clipped", ("ratio", "advantage"))],
-        "kl": [(term, "kl", ("log_prob", term.other)) for term in loss.terms[:2]],
-    }
-    for method, part in _FORMER.items():
-        if not hasattr(type(loss), method):
-            continue
-        name, fix = f"{type(loss).__name__}.{method}", f"write {part} (docs/tutorials/own_loss.md)."
-        if method not in calls:
-            raise TypeError(f"{name} must not be overridden, since a loss is made of parts: {fix}")
-        warnings.warn(f"{name} works for one more release: {fix}", FutureWarning, stacklevel=4)
-        for caller, attribute, names in calls[method]:
-            setattr(caller, attribute, partial(_by_rows, getattr(loss, method), names))
-
-
-def _by_rows(method: Any, names: Sequence[str], t: Tokens) -> Any:
-    """Call a method with the values of each sequence, [1, T]."""
-    columns = [t[name][None].split(t.segments.sizes.tolist(), 1) for name in names]
-    outs = [method(*row) for row in zip(*columns, strict=True)]
-    if isinstance(outs[0], tuple):
-        return tuple(torch.cat(part, 1)[0] for part in zip(*outs, strict=True))
-    return torch.cat(outs, 1)[0]
+        load_extra("adapt_former_methods")(self)

@@ -189,7 +189,8 @@ class PolicyLoss(LossModule):
         """Keys of the entries that a batch must have."""
         scorer, names = self.actor_network, self.tensor_keys
         of_scorer = [key for key in scorer.in_keys if key not in (keys.FULL, keys.ASSISTANT_MASK)]
-        of_scorer += [keys.KEPT, keys.KEPT_LOG_PROBS] if self._centers else []
+        if self.off_policy.centering and isinstance(scorer, TokenScorer):
+            of_scorer += [keys.KEPT, keys.KEPT_LOG_PROBS]
         of_parts = [key for key in self._keys().values() if key not in scorer.out_keys]
         return list(dict.fromkeys([names.action, *of_scorer, *of_parts]))
 
@@ -207,11 +208,6 @@ class PolicyLoss(LossModule):
         """Return the key of a name of ``set_keys``, or of a key itself."""
         return vars(self.tensor_keys).get(name, name)
 
-    @property
-    def _centers(self) -> bool:
-        """Whether the scorer is asked for the mean scores."""
-        return self.off_policy.centering and isinstance(self.actor_network, TokenScorer)
-
     def _prepared(self) -> dict[str, NestedKey]:
         """Return the keys of what ``prepare`` makes of each token, by name."""
         names = [name for part in self._parts() for name in part.prepared]
@@ -228,7 +224,7 @@ class PolicyLoss(LossModule):
         names = ["log_prob", "entropy", "centering", *self._keys()]
         t = Tokens(dict.fromkeys(names, one), Segments.of([1]).to(one.device))
         with torch.no_grad():
-            t.values |= self._of_batch(t)
+            self._prepare(t, t)
             return [*self.of_tokens(t), *(["loss_sft"] if self.sft_coeff else [])]
 
     def select_out_keys(self, *out_keys: str) -> PolicyLoss:
@@ -300,14 +296,12 @@ class PolicyLoss(LossModule):
         every = self._tokens(rows, {})
         counts = self._selected(every, of_loss=True)
         t = every.take(counts)
-        of_batch, prepared = self._of_batch(t, rows.trajectory), self._prepared()
+        self._prepare(t, every, rows.trajectory)
         values = {
-            prepared[name]: value.new_zeros(len(counts)).masked_scatter(counts, value)
-            for name, value in of_batch.items()
+            key: t[name].new_zeros(len(counts)).masked_scatter(counts, t[name])
+            for name, key in self._prepared().items()
         }
-        return replace(
-            rows, values=rows.values | values, totals=self._totals(t, every), trajectory=None
-        )
+        return replace(rows, values=rows.values | values, totals=t.totals, trajectory=None)
 
     def _scores(self) -> dict[str, NestedKey]:
         """Return the keys of scores that an actor network may write, by name."""
@@ -339,28 +333,23 @@ class PolicyLoss(LossModule):
                 flags = flags & select(t)
         return flags
 
-    def _of_batch(self, t: Tokens, trajectory: Tensor | None = None) -> dict[NestedKey, Tensor]:
-        """Return the values of each token that depend on all that count, by name."""
-        weights = token_weights(
+    def _prepare(self, t: Tokens, every: Tokens, trajectory: Tensor | None = None) -> None:
+        """Add to the tokens that count what depends on all tokens of a batch."""
+        t["weights"] = token_weights(
             t.segments,
             self.aggregation,
             constant_length=self.constant_length or 1,
             dtype=t["sample_log_prob"].dtype,
             trajectory=trajectory,
         )
-        trained = self._selected(t, of_loss=False)
-        values: dict[NestedKey, Tensor] = {"weights": weights, "token_roles": trained}
+        t["token_roles"] = self._selected(t, of_loss=False)
         for part in self._parts():
-            values |= part.prepare(t)
-        return values
-
-    def _totals(self, t: Tokens, every: Tokens) -> dict[NestedKey, Tensor]:
-        """Return the numbers of tokens, of sequences, and of tokens of demonstrations."""
+            t.values |= part.prepare(t)
         sizes = t.segments.sizes
         totals = {keys.TOKEN_COUNT: sizes.sum(), keys.SEQUENCE_COUNT: (sizes > 0).sum()}
         if self.sft_coeff:
             totals[keys.DEMONSTRATION_COUNT] = every["is_demonstration"].sum()
-        return {key: total.clamp(min=1) for key, total in totals.items()}
+        t.totals = {key: total.clamp(min=1) for key, total in totals.items()}
 
     # Computing the loss
 
@@ -402,7 +391,7 @@ class PolicyLoss(LossModule):
         """Return the scores of a ``TokenScorer`` that the loss reads, [S] each, by name."""
         scorer = self.actor_network
         assert isinstance(scorer, TokenScorer)
-        center = self.off_policy.center if self._centers else None
+        center = self.off_policy.center if self.off_policy.centering else None
         return scorer.score_rows(layout, rows.values, center=center, teacher=scorer.teacher)
 
     def of_rows(self, rows: Rows, scores: dict[str, Tensor]) -> GRPOLossOutput:
@@ -433,8 +422,7 @@ class PolicyLoss(LossModule):
             k2 = F.kl_k2(t["log_prob"].detach(), t["sample_log_prob"])
             t = t.take(k2 <= self.kl_mask_threshold)
         if not t.totals:
-            t.values |= self._of_batch(t, rows.trajectory)
-            t.totals = self._totals(t, every)
+            self._prepare(t, every, rows.trajectory)
         return t, every.take(every["is_demonstration"].bool()) if self.sft_coeff else None
 
     def of_tokens(self, t: Tokens) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from torchrl.modules.llm.policies.common import ChatHistory, Masks
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 from transformers import AutoTokenizer
 
-from tests.support.losses import Table, make_batch, rows_of, total
+from tests.support.losses import Table, make_batch, total
 from tests.support.models import make_tiny_model
 from torchrl_grpo.models import TokenScorer
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, GRPOLossOutput, SFTLoss
@@ -125,12 +125,6 @@ def test_torchrls_mean_of_the_output_is_the_loss():
     own = torch.autograd.grad(out.mean(reduce=True), loss.parameters())
     torch.testing.assert_close(own, gradients, rtol=0, atol=0)
     assert out.mean().loss_objective == out.loss_objective
-
-
-def test_a_token_mean_is_over_the_tokens_of_the_mask():
-    value = torch.arange(6.0).reshape(2, 3)
-    mask = torch.tensor([[True, False, True], [False, True, True]])
-    assert (token_weights(rows_of(mask), "token_mean") * value[mask]).sum() == value[mask].mean()
 
 
 @pytest.mark.parametrize(

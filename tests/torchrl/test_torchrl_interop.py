@@ -418,20 +418,6 @@ def test_keys_can_be_renamed_to_nested_ones_and_show_in_in_keys(
         torch.testing.assert_close(got[name], value)
 
 
-def test_kl_scoring_scores_what_torchrls_wrapper_sampled(
-    their_batch: TensorDictBase, starter: PreTrainedModel
-) -> None:
-    """TorchRL's batches have no mask, and the first sampled token has no log-prob there (see
-    ``sequences_of``).
-    """
-    scored = KLScoring(TokenScorer(starter))(their_batch.clone())
-    for row in scored.unbind(0):
-        sampled = row["log_probs", "response"][1:]
-        assert row[keys.REF_LOG_PROBS].shape == row[keys.FULL].shape and len(sampled) > 1
-        own = row[keys.REF_LOG_PROBS][-len(sampled) :]
-        torch.testing.assert_close(own, sampled, rtol=1e-4, atol=1e-4)
-
-
 def test_the_transforms_read_renamed_keys(
     our_batch: TensorDictBase, trained: PreTrainedModel
 ) -> None:

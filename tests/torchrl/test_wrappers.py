@@ -11,7 +11,6 @@ from torch.nn.functional import pad
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import AsyncEnvPool, TransformedEnv
-from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms import PythonInterpreter
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules.llm import TransformersWrapper
@@ -73,12 +72,6 @@ def test_torchrls_wrapper_plays_dialogs_of_several_turns(tokenizer, tiny_model):
             assert row["next", "truncated"].all() and row["next", "done"].all()
     turns = [row for row, end in zip(rows, ended, strict=True) if end]
     assert any(len(row["next", "tokens", "prompt"]) > len(row["tokens", "full"]) for row in turns)
-
-
-def test_a_policy_of_tokens_says_what_plays_a_history(tokenizer):
-    env = ChatEnv(batch_size=(1,), tokenizer=tokenizer, input_mode="history")
-    with pytest.raises(ValueError, match=r"use LLMEnv, or TransformersWrapper .* for ChatEnv"):
-        make_policy()(env.fake_tensordict())
 
 
 def test_an_environment_has_a_device(tokenizer):

@@ -3,8 +3,8 @@
 Those below are here; the others have a better place beside what they test:
 
 - losses averaged together with the metrics (gradient over the number of outputs): ``test_grpo_loss.py``,
-  ``test_only_loss_entries_carry_a_gradient``; in the trainer: ``test_trainer.py``,
-  ``test_the_gradient_is_that_of_the_sum_of_the_loss_entries``
+  ``test_only_loss_entries_carry_a_gradient``; in the trainer: below,
+  ``test_no_gradient_is_lost_or_left_over_between_optimizer_steps``
 - more padding, smaller metrics: ``test_grpo_loss.py``, ``test_ten_times_more_padding_changes_nothing``
 - CISPO without stop-gradient: ``test_algorithms.py``,
   ``test_cispo_has_a_gradient_where_the_clipped_surrogate_has_none``
@@ -20,7 +20,8 @@ Those below are here; the others have a better place beside what they test:
   ``test_the_version_is_the_one_before_generation``
 - truncation inferred from a length, where it is recorded: ``test_env.py``,
   ``test_step_scores_and_records_why_the_dialog_ended``, and ``test_transformers_engine.py``,
-  ``test_a_stop_token_at_the_last_place_is_a_stop``
+  ``test_a_stop_token_at_the_last_place_is_a_stop``; in the loss: ``test_trainer.py``,
+  ``test_mask_truncated_treats_truncated_sequences_as_invalid``
 """
 
 from __future__ import annotations
@@ -279,21 +280,4 @@ def test_no_gradient_is_lost_or_left_over_between_optimizer_steps() -> None:
         parameters_to_vector(by_hand.parameters()),
         rtol=0,
         atol=1e-7,
-    )
-
-
-def test_truncation_is_what_was_recorded_not_the_longest_response() -> None:
-    """The longest response of the batch ended by itself and stays in the loss; a shorter one was
-    cut off and is excluded.
-    """
-    model = exact_model()
-    rows = [row.clone() for row in token_batch().unbind(0)]
-    rows[2][keys.TRUNCATED].fill_(True)
-    assert rows[2][keys.FULL].numel() == min(LENGTHS)
-    expected = total(GRPOLoss(TokenScorer(model))(lazy_stack(rows[:2] + rows[3:])))
-    got = total(GRPOLoss(TokenScorer(model), mask_truncated=True)(lazy_stack(rows)))
-    assert abs(got.item() - total(GRPOLoss(TokenScorer(model))(lazy_stack(rows))).item()) > 1e-3
-    torch.testing.assert_close(got, expected, rtol=1e-7, atol=0)
-    torch.testing.assert_close(
-        gradient(model, got), gradient(model, expected), rtol=1e-5, atol=1e-7
     )

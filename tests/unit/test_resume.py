@@ -265,14 +265,6 @@ def test_length_learning_rate_and_loss_may_change_on_resume(full_run: Path, tmp_
 
 
 @pytest.mark.slow
-def test_a_resumed_run_continues_the_files_of_its_folder(full_run: Path, tmp_path: Path) -> None:
-    run(tmp_path, *FULL, *TESTED, steps(3), "train.checkpoint_frequency=1")
-    rows = run(tmp_path, *FULL, *TESTED, steps(4), f"train.resume={at(tmp_path, 2)}")
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    assert numbers(rows[3:], 3) == numbers(read_jsonl(full_run / "metrics.jsonl"), 3)[:2]
-
-
-@pytest.mark.slow
 def test_fewer_sequences_at_a_time_change_neither_groups_nor_problems(
     full_run: Path, tmp_path: Path
 ) -> None:

@@ -249,37 +249,14 @@ def test_the_saved_config_is_the_base_and_differences_are_shown(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (
-            "env.repeats=8",
-            r"error: env\.repeats=8 must be 4, .*checkpoint_000008 .*: use env\.repeats=4",
-        ),
-        (
-            "train.resume=/nowhere",
-            r"error: train\.resume=/nowhere must be .* but it does not exist",
-        ),
-        ("train.resume=null", r"error: hydra\.run\.dir=.* must be a folder without a run"),
-    ],
-)
 def test_what_is_refused_on_resume_is_refused_before_anything_loads(
-    override: str,
-    message: str,
     whole: Path,
     run_here: Callable[..., int],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchrl_grpo.assembly.run", None)  # its import would fail
-    assert (
-        run_here(
-            SYNC,
-            "train.resume=auto",
-            f"hydra.run.dir={whole}",
-            "hydra.output_subdir=null",
-            override,
-        )
-        == 2
-    )
+    resumes = ("train.resume=auto", f"hydra.run.dir={whole}", "hydra.output_subdir=null")
+    assert run_here(SYNC, *resumes, "env.repeats=8") == 2
+    message = r"error: env\.repeats=8 must be 4, .*checkpoint_000008 .*: use env\.repeats=4"
     assert re.search(message, capsys.readouterr().err)

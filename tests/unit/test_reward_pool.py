@@ -145,18 +145,22 @@ def test_how_a_worker_ended_is_not_how_the_pool_ends_it(pool: RewardPool) -> Non
 
 
 @pytest.mark.slow
-def test_a_cause_is_a_known_word_of_an_invalid_reward_error(pool: RewardPool) -> None:
-    orders = (
-        "cause timeout",
-        "cause secret #### 80",
-        "invalid not_finite",
-        "invalid secret #### 80",
-        "unpicklable",
-    )
-    failures = score(pool, *orders)
-    assert [failure.cause for failure in failures if isinstance(failure, Failure)] == [
-        "exception", "exception", "not_finite", "exception", "exception",
-    ]  # fmt: skip
+def test_a_cause_is_a_known_word_and_each_sample_has_its_own(pool: RewardPool) -> None:
+    causes = {
+        "cause timeout": "exception",
+        "cause secret #### 80": "exception",
+        "invalid not_finite": "not_finite",
+        "invalid secret #### 80": "exception",
+        "unpicklable": "exception",
+        "part": "not_finite",
+        "memory": "exception",
+    }
+    *failures, two = score(pool, *causes, "2")
+    assert two == Score(2.0, True)
+    assert [failure.cause for failure in failures] == [*causes.values()]
+    part, memory = (failure.text for failure in failures[-2:])
+    assert "must be a finite number" in part and "type lock" in part
+    assert memory.endswith("MemoryError")
     assert pool.take_counts() == {RESTARTS: 0, TIMED_OUT: 0}
 
 
@@ -167,15 +171,6 @@ def test_an_error_of_any_length_is_a_few_thousand_characters(pool: RewardPool) -
     assert "raise ValueError" in failure.text and " ... " in failure.text
     direct = Failure.of(ValueError("x" * 10_000_000))
     assert len(direct.text) < 4100 and direct.text.startswith("ValueError: xxx")
-
-
-def test_parts_that_are_no_numbers_are_an_error_of_the_task(pool: RewardPool) -> None:
-    [failure] = score(pool, "part")
-    assert (
-        isinstance(failure, Failure)
-        and "must be a finite number" in failure.text
-        and "type lock" in failure.text
-    )
 
 
 @pytest.mark.slow
@@ -275,17 +270,6 @@ def test_a_fork_bomb_under_a_limit_ends_with_its_worker() -> None:
             process.pid for process in psutil.process_iter() if process.uids().real == 65534
         } <= others
         assert pool.take_counts() == {RESTARTS: 0, TIMED_OUT: 1}
-
-
-@pytest.mark.slow
-def test_a_scorer_without_memory_left_costs_its_own_sample(pool: RewardPool) -> None:
-    bomb, two = score(pool, "memory", "2")
-    assert (
-        isinstance(bomb, Failure)
-        and bomb.text.endswith("MemoryError")
-        and bomb.cause == "exception"
-    )
-    assert two == Score(2.0, True)
 
 
 SCRIPT = """

@@ -238,7 +238,6 @@ CENTERED = (
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        ((*CENTERED, "inference_model.top_k=0"), "inference_model.top_k"),
         ((*CENTERED, "policy.proximal=behaviour"), "policy.proximal"),
         ((*CENTERED, "train.epochs=2"), "train.epochs"),
         (
@@ -246,7 +245,6 @@ CENTERED = (
             "policy.behaviour_level",
         ),
         ((*CENTERED, "policy.rejection={token_ratio: 2}"), "policy.rejection.token_ratio"),
-        ((*CENTERED, "policy.top_entropy_quantile=0.5"), "policy.top_entropy_quantile"),
     ],
 )
 def test_what_cannot_be_centered_is_refused(words: tuple[str, ...], key: str) -> None:

@@ -6,12 +6,9 @@ import math
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.support.models import make_tiny_model
-from torchrl_grpo.keys import CUR_LOG_PROBS, ENTROPY
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.head import chunk_width, chunked_log_probs, chunks_of
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
@@ -83,17 +80,6 @@ def test_bf16_stays_close_to_float32() -> None:
     assert (exact - mixed).abs().max() < 0.15
 
 
-def test_padding_changes_nothing() -> None:
-    model = make_tiny_model().double()
-    tokens, mask = make_batch()
-    plain, _ = TokenScorer(model).score(tokens, mask)
-    wide_tokens = torch.cat([tokens, torch.randint(0, 261, (4, 30))], 1)
-    wide_mask = torch.cat([mask, torch.zeros(4, 30, dtype=torch.bool)], 1)
-    wide, _ = TokenScorer(model).score(wide_tokens, wide_mask)
-    torch.testing.assert_close(wide[:, :12], plain, rtol=0, atol=1e-12)
-    assert wide[:, 12:].abs().max() == 0
-
-
 def test_no_tensor_of_all_logits_is_ever_made() -> None:
     """Count the elements of every tensor that an operation returns, forward and backward."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -122,40 +108,6 @@ def test_no_tensor_of_all_logits_is_ever_made() -> None:
         10 * vocabulary, vocabulary * 32
     )  # one chunk, or the embedding and its gradient
     assert largest < scored * vocabulary
-
-
-def test_forward_takes_ragged_batches_and_writes_its_out_keys() -> None:
-    model = make_tiny_model()
-    rows = []
-    for length in (5, 9):
-        mask = torch.zeros(length, dtype=torch.bool)
-        mask[2:] = True
-        rows.append(
-            TensorDict(
-                {("tokens", "full"): torch.arange(length), ("masks", "all_assistant_mask"): mask}
-            )
-        )
-    scorer = TokenScorer(model)
-    out = scorer(lazy_stack(rows))
-    alone, alone_entropy = scorer.score(
-        rows[0]["tokens", "full"][None], rows[0]["masks", "all_assistant_mask"][None]
-    )
-    torch.testing.assert_close(out[CUR_LOG_PROBS][0, :5], alone[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(out[ENTROPY][0, :5], alone_entropy[0], rtol=1e-5, atol=1e-6)
-
-
-def test_a_head_with_bias_and_another_architecture() -> None:
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=261, n_embd=16, n_layer=1, n_head=2, n_positions=32, initializer_range=0.3
-        )
-    ).eval()
-    tokens, mask = make_batch()
-    log_probs, entropy = TokenScorer(model).score(tokens, mask)
-    expected, expected_entropy = by_full_logits(model, tokens, mask, 1.0)
-    torch.testing.assert_close(log_probs[:, 1:], expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(entropy[:, 1:], expected_entropy, rtol=1e-4, atol=1e-5)
 
 
 def test_models_that_change_their_logits_are_refused() -> None:

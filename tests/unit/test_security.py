@@ -216,11 +216,6 @@ def test_a_revision_pins_config_tokenizer_and_weights(
         loading.load_config("me/mine@v2")
 
 
-def test_a_revision_of_a_model_that_is_here_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^model\.revision=v1 .*model\.name=starter"):
-        compose_config("model.revision=v1")
-
-
 # Data
 
 

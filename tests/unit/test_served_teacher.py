@@ -101,21 +101,14 @@ def test_an_overloaded_server_is_asked_again(
     assert [route for route, _ in stub.seen].count("/generate") == 2
 
 
-def test_a_server_that_stays_overloaded_is_lost_and_not_wrong(
+def test_a_server_that_stays_overloaded_hangs_or_is_gone_is_lost(
     stub: SGLangStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "_SCORE_RETRIES", 0)
     teacher = ServedTeacher(stub.address)
-    stub.busy = 99
+    stub.busy = 1
     with pytest.raises(EngineDeadError, match="did not score token ids: status 429"):
-        teacher(batch())
-
-
-def test_a_server_that_hangs_or_is_gone_is_lost(
-    stub: SGLangStub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(servers, "_SCORE_RETRIES", 0)
-    teacher = ServedTeacher(stub.address)
+        teacher(batch()[:1])
     stub.hangs.clear()
     with (
         monkeypatch.context() as short,
@@ -301,44 +294,7 @@ def test_a_teachers_server_must_answer(stub: SGLangStub) -> None:
     stub.start(stub.port)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ("policy.teacher_divergence=reverse",),
-            "policy.teacher_divergence=reverse needs policy.teacher_top_k with teacher.address, because a server",
-        ),
-        (
-            ("inference_model.temperature=0.7",),
-            "inference_model.temperature=0.7 must be 1 with teacher.address",
-        ),
-        (
-            ("teacher.num_devices=2",),
-            "teacher.num_devices=2 must be left out with teacher.address, whose devices",
-        ),
-        (("teacher.model=null",), "teacher.model=null and policy.teacher_coef=1.0 go together"),
-        (
-            ("policy.teacher_coef=0", "policy.reward_coef=1"),
-            "must be left out without a teacher: use algo=distill",
-        ),
-        (
-            ("teacher.address=[a:8000]",),
-            "must have URLs of servers: use teacher.address=",
-        ),
-        (
-            ("teacher.address=[http://a:99999]",),
-            "must have URLs of servers: use teacher.address=",
-        ),
-        (
-            ("teacher.address=['http://[::1']",),
-            "must have URLs of servers: use teacher.address=",
-        ),
-        (("teacher.address=[http://a,http://a]",), "must name each server only once"),
-    ],
-)
-def test_what_a_teacher_on_servers_cannot_do_is_refused(
-    overrides: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        compose_config(*distilled("http://a"), *overrides)
-    assert message in str(error.value)
+@pytest.mark.parametrize("address", ["a:8000", "http://a:99999", "'http://[::1'"])
+def test_an_address_that_is_no_url_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"must have URLs of servers: use teacher\.address="):
+        compose_config(*distilled("http://a"), f"teacher.address=[{address}]")

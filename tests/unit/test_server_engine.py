@@ -251,36 +251,6 @@ def test_an_evaluation_alone_loads_no_model_and_leaves_the_served_one(
     assert "/generate" in routes and "/update_weights_from_disk" not in routes
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            (),
-            "must have an address with inference_model.backend=server: use inference_model.address=",
-        ),
-        (
-            ("inference_model.address=[localhost:8000]",),
-            "must have URLs of servers",
-        ),
-        (("inference_model.address=[http://a,http://a/]",), "must name each server only once"),
-        (
-            ("inference_model.address=[http://a]", "inference_model.num_devices=2"),
-            "inference_model.num_devices=2 must be left out with inference_model.backend=server",
-        ),
-        (
-            ("inference_model.address=[http://a]", "inference_model.backend=vllm"),
-            "inference_model.address=[http://a] must be [] with inference_model.backend=vllm",
-        ),
-    ],
-)
-def test_the_config_refuses_addresses_that_cannot_be(
-    overrides: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        compose_config("inference_model.backend=server", *overrides)
-    assert message in str(error.value)
-
-
 def test_a_server_that_does_not_answer_is_refused_before_weights_load() -> None:
     address = f"http://127.0.0.1:{closed_port()}"
     with pytest.raises(ConfigError, match=f"address={address} must be a server.* Start it"):
@@ -294,16 +264,23 @@ def test_a_server_has_no_say_in_the_distribution() -> None:
     assert (request["temperature"], request["top_p"], request["min_p"]) == (1, 1, 0)
 
 
-def test_log_probs_of_temperature_1_are_refused(stub: SGLangStub) -> None:
-    stub.raw = True
-    with pytest.raises(ConfigError, match="log-probs of the distribution"):
-        prepare(compose_config(*served(stub.address)), [])
-
-
-def test_a_short_context_is_refused(stub: SGLangStub) -> None:
-    stub.context = 20
-    with pytest.raises(ConfigError, match="context of 20 tokens"):
-        prepare(compose_config(*served(stub.address)), [])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("server", "overrides", "message"),
+    [
+        ({"raw": True}, (), "log-probs of the distribution"),
+        ({"context": 20}, (), "context of 20 tokens"),
+        ({"vocabulary": 300}, (), "261 tokens, .*larger"),
+        ({"vocabulary": 200}, (), "261 tokens, .*smaller"),
+        ({}, ("inference_model.in_flight=keep",), r"in_flight=keep .*SGLang"),
+    ],
+)
+def test_a_server_that_cannot_be_the_engine_is_refused(
+    server: dict[str, Any], overrides: tuple[str, ...], message: str, stub: SGLangStub
+) -> None:
+    vars(stub).update(server)
+    with pytest.raises(ConfigError, match=message):
+        prepare(compose_config(*served(stub.address), *overrides), [])
 
 
 def test_a_server_whose_rope_depends_on_its_context_is_refused(stub: SGLangStub) -> None:
@@ -316,20 +293,6 @@ def test_a_server_whose_rope_depends_on_its_context_is_refused(stub: SGLangStub)
         prepare(config, [])
     stub.context = 300
     prepare(config, [])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "difference"), [(300, "larger"), (200, "smaller")])
-def test_another_vocabulary_is_refused(size: int, difference: str, stub: SGLangStub) -> None:
-    stub.vocabulary = size
-    with pytest.raises(ConfigError, match=f"261 tokens, .*{difference}"):
-        prepare(compose_config(*served(stub.address)), [])
-
-
-@pytest.mark.slow
-def test_sglang_does_not_keep_responses_over_an_update(stub: SGLangStub) -> None:
-    with pytest.raises(ConfigError, match=r"in_flight=keep .*SGLang"):
-        prepare(compose_config(*served(stub.address), "inference_model.in_flight=keep"), [])
 
 
 def test_the_key_goes_with_each_request(stub: SGLangStub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -623,67 +623,7 @@ def test_rows_that_nothing_scores_need_no_reward(tmp_path: Path) -> None:
     assert rows[-1]["train/loss"] < 0.5 * rows[1]["train/loss"] and "eval/pass@1" not in rows[0]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["algo=sft"],
-            r"algo=sft .* need a response to each problem, but task 'arithmetic' has none: name their col",
-        ),
-        (
-            ["algo=sft", "env.difficulty_filter=[0.1,0.9]"],
-            r"env\.difficulty_filter=.* left out with policy\.demonstratio",
-        ),
-        (
-            ["algo=sft", "policy.dynamic_sampling=true"],
-            r"policy\.dynamic_sampling=true must be left out with",
-        ),
-        (
-            ["algo=sft", "policy.teacher_coef=1", "teacher.model=starter"],
-            r"policy\.teacher_divergence=sampled must be over the vocabulary with",
-        ),
-        *(
-            (
-                ["algo=sft", f"policy.{one}"],
-                rf"policy\.{one}.* must be (left out|none) with policy\.demonstrations=true",
-            )
-            for one in (
-                *(
-                    "advantage_mean=batch",
-                    "advantage_std=batch",
-                    "advantage_level=token",
-                    "turn_credit=per_turn",
-                ),
-                *(
-                    "reward_scale=2",
-                    "reward_bias=-1",
-                    "overlong_buffer=0.5",
-                    "kl_in_reward=true",
-                    "dual_clip=3",
-                ),
-                *("kl_to_behaviour_coef=0.1", "proximal=recomputed", "ratio_level=sequence"),
-            )
-        ),
-        (
-            ["algo=sft", "inference_model.temperature=0.5"],
-            r"inference_model\.temperature=0\.5 must be 1 with .* or use evaluation\.temperature",
-        ),
-        (
-            ["policy.sft_coef=0.1"],
-            r"policy\.sft_coef need a response to each problem, but task 'arithmetic' has none",
-        ),
-        (
-            ["env.dataset=a.jsonl", "env.columns.completion=c"],
-            r"env\.columns\.completion=c must be left out with policy\.demonstrations=false",
-        ),
-        (
-            ["algo=sft", "env.dataset=a.jsonl", "env.columns.messages=m", "env.columns.prompt=p"],
-            r"env\.columns\.messages=m is prompt and completion in one: leave env\.columns\.prompt",
-        ),
-    ],
-)
-def test_what_has_no_demonstrations_or_asks_for_samples_is_refused(
-    overrides: list[str], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        prepare(compose_config(*overrides, "evaluation.num_prompts=0", "logging.tensorboard=false"))
+@pytest.mark.parametrize("override", ["algo=sft", "policy.sft_coef=0.1"])
+def test_a_task_without_demonstrations_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"need a response to each problem, .*'arithmetic' has"):
+        prepare(compose_config(override, "evaluation.num_prompts=0", "logging.tensorboard=false"))

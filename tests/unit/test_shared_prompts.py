@@ -22,7 +22,7 @@ from torchrl_grpo.models import layout as layouts
 from torchrl_grpo.models import loading, passes, scoring
 from torchrl_grpo.models.layout import GatherIndex, packed, padded, pick, shared_prompts
 from torchrl_grpo.models.rows import Rows
-from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
+from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 ENDS = (12, 9, 6, 7, 15, 8, 0, 11)
@@ -226,13 +226,6 @@ def test_in_mixed_precision_a_step_is_close_to_the_padded_one(
     expected, _ = trained(4, shared=False, model=make_tiny_model(), **settings)
     assert got["train/loss"] == pytest.approx(expected["train/loss"], abs=0.01)
     assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.03)
-
-
-def test_adapters_that_are_off_leave_the_base_models_packed_scores() -> None:
-    tokens, mask = make_group()
-    expected, _ = TokenScorer(make_tiny_model()).score(tokens, mask)
-    scores, _ = AdapterOffScorer(make_lora()).score(tokens, mask)
-    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
 
 
 def test_the_way_of_other_devices_gives_the_same_attention() -> None:

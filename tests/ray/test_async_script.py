@@ -96,11 +96,12 @@ def test_with_two_samplers_a_seed_reproduces_a_run(tmp_path: Path) -> None:
         assert [row.get(name) for row in first] == [row.get(name) for row in second], name
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
         (ASYNC, ["ref_model.refresh_every=3", "inference_model.check_sync=true"]),
-        pytest.param(SYNC, ["train_model.lora.enabled=true"], marks=pytest.mark.nightly),
+        (SYNC, ["train_model.lora.enabled=true"]),
     ],
     ids=["asynchronous", "synchronous, LoRA"],
 )

@@ -307,18 +307,12 @@ def test_a_killed_object_store_ends_a_watched_script_with_a_message() -> None:
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        (
-            "127.0.0.1:1",
-            r"ray\.address=127\.0\.0\.1:1 must be .* that can be joined \(.*refused.*\): start one",
-        ),
-        ("127.0.0.1:70000", r"ray\.address=127\.0\.0\.1:70000 must be auto or host:port"),
-        ("somewhere", r"ray\.address=somewhere must be auto or host:port: use ray\.address=auto"),
-        (
-            "ray://127.0.0.1:10001",
-            r"ray\.address=ray://127\.0\.0\.1:10001 must be auto or host:port",
-        ),
+        ("127.0.0.1:1", r"must be .* that can be joined \(.*refused.*\): start one"),
+        ("127.0.0.1:70000", "must be auto or host:port"),
+        ("somewhere", r"must be auto or host:port: use ray\.address=auto"),
+        ("ray://127.0.0.1:10001", "must be auto or host:port"),
     ],
 )
 def test_an_address_without_a_cluster_is_refused_at_once(address: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"ray\.address={re.escape(address)} {message}"):
         start(address)

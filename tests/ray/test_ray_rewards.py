@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.math_pairs import PAIRS, verdicts
+from tests.support.math_pairs import FEW, verdicts
 from tests.support.reward_runs import assert_killed_reward_workers_change_no_number
 from torchrl_grpo.runtime.cluster import Cluster
 
@@ -26,4 +26,4 @@ def test_a_ray_actor_gives_the_verdicts_of_this_process(ray_cluster: Cluster) ->
             return verdicts()
 
     judge = ray.remote(Judge).remote()
-    assert ray.get(judge.verdicts.remote(), timeout=300) == [verdict for *_, verdict in PAIRS]
+    assert ray.get(judge.verdicts.remote(), timeout=300) == [verdict for *_, verdict in FEW]

@@ -393,22 +393,6 @@ def test_the_staleness_bound_holds_under_a_slow_trainer(
     assert source.metrics()["buffer/pending"] == 0  # nothing is sampled that no batch will train
 
 
-def test_the_published_weights_are_evaluated_and_bound_0_waits_for_them(
-    source_of: Callable[..., Rollouts],
-) -> None:
-    source = source_of(total_groups=3 * BATCH, max_staleness=0)
-    for version in range(3):
-        source.publish(weights_of(version), version)
-        metrics, rows = source.evaluate(sampled=False)
-        assert metrics["eval/response_length"] == 1 and len(rows) == 3
-        batch = source.next_batch()
-        assert group_ids(batch) == list(range(version * BATCH, (version + 1) * BATCH))
-        assert sequences(batch).get(keys.POLICY_VERSION).unique().tolist() == [version]
-        assert source.metrics()["staleness/max"] == 0
-        state = source.state_dict()
-        assert state["ahead"] == [] and state["drawing"]["next_group"] == (version + 1) * BATCH
-
-
 def test_weights_stay_while_a_sampler_reads_them_and_are_then_freed(
     source_of: Callable[..., Rollouts],
 ) -> None:
@@ -714,6 +698,7 @@ def test_a_replica_that_is_not_there_is_not_probed(
     assert len(source.pids()) == 1 == len(source.probes())  # not called
 
 
+@pytest.mark.nightly
 def test_the_driver_does_not_grow_with_the_run(source_of: Callable[..., Rollouts]) -> None:
     """The driver keeps only numbers per group, and drops those of trained groups."""
     steps, settled = 150, 50
@@ -792,23 +777,6 @@ def test_a_run_whose_engines_stay_dead_is_saved_and_says_why(
     # loses nothing.
     waiting = [group for group, _ in state["source"]["ahead"]]
     assert len(waiting) == state["source"]["drawing"]["next_group"] - step * BATCH
-
-
-def test_a_restored_source_plays_what_was_not_trained_and_nothing_twice(
-    source_of: Callable[..., Rollouts],
-) -> None:
-    source = source_of(total_groups=4 * BATCH, max_staleness=2)
-    source.publish(weights_of(0), 0)
-    first = source.next_batch()
-    time.sleep(0.5)  # sampling continues meanwhile
-    state = source.state_dict()
-    source.close()
-    restored = source_of(total_groups=4 * BATCH, max_staleness=2, state=state)
-    rest: list[int] = []
-    for version in range(1, 4):
-        restored.publish(weights_of(version), version)
-        rest += group_ids(restored.next_batch())
-    assert sorted([*group_ids(first), *rest]) == list(range(4 * BATCH))
 
 
 def test_what_an_actor_refuses_is_raised_as_it_was(

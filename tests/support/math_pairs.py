@@ -196,8 +196,12 @@ PAIRS = [
 ]
 
 
-def verdicts(_: object = None) -> list[bool | None]:
-    return [math(response, reference) for response, reference, _ in PAIRS]
+FEW = PAIRS[::6]
+"""Some of them, to compare the verdicts of threads and processes."""
+
+
+def verdicts(pairs: Sequence[tuple[str, str, bool | None]] = FEW) -> list[bool | None]:
+    return [math(response, reference) for response, reference, _ in pairs]
 
 
 class MathTask(Task):
@@ -214,4 +218,4 @@ class MathTask(Task):
 
 
 def dialogs() -> list[Dialog]:
-    return [Dialog(Problem(reference, reference), [response]) for response, reference, _ in PAIRS]
+    return [Dialog(Problem(reference, reference), [response]) for response, reference, _ in FEW]

@@ -42,7 +42,7 @@ ELSEWHERE = {
     "sh": "tools/gpu_wheels.sh, which needs an index",
     "sbatch": "tests/ray/test_jobs.py runs the scripts",
     "source": "the environment that make install made",
-    "vllm": "tests/vllm/test_judge.py",
+    "vllm": "tests/vllm/test_server.py starts the module that it runs",
 }
 """Commands that are not ours, by their first word, and what is known of them."""
 HOSTS = {"arxiv.org", "download.pytorch.org", "github.com"}

@@ -177,26 +177,14 @@ def test_a_scorer_takes_the_last_tag_or_the_whole_response() -> None:
     [
         ("chain_sun", {}, "must be one of the .* use reasoning_gym:chain_sum"),
         ("composite", {}, "use env.datasets for several"),
-        (
-            "chain_sum",
-            {"max_digit": 2},
-            "dataset_options.max_digit must be an option .* use max_digits",
-        ),
+        ("chain_sum", {"max_digit": 2}, "dataset_options.max_digit must .* use max_digits"),
         ("chain_sum", {"size": 2}, "use env.max_samples"),
         ("chain_sum", {"max_digits": -1}, "max_digits must be >= min_digits"),
         ("chain_sum", {"seed": -1}, "integer of at least 0"),
-        (
-            "chain_sum",
-            {"levels": [0, 99]},
-            r"levels=\[0, 99\] must be increasing integers from 0 to 10",
-        ),
+        ("chain_sum", {"levels": [0, 99]}, r"levels=\[0, 99\] must be .* from 0 to 10"),
         ("chain_sum", {"levels": [1, 0]}, "must be increasing integers"),
         ("chain_sum", {"levels": 3}, "increasing integers from 0"),
-        (
-            "chain_sum",
-            {"levels": [0], "max_digits": 3},
-            "max_digits must be left out with .*levels",
-        ),
+        ("chain_sum", {"levels": [0], "max_digits": 3}, "max_digits must be left out .*levels"),
     ],
 )
 def test_options_that_the_library_rejects_are_reported(

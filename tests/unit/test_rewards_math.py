@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("math_verify")
 
-from tests.support.math_pairs import PAIRS, MathTask, dialogs, verdicts
+from tests.support.math_pairs import FEW, PAIRS, MathTask, dialogs, verdicts
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.integrations.graders import math as math_reward
 from torchrl_grpo.integrations.graders.math import MAX_MEMORY_BYTES, math
@@ -23,22 +23,24 @@ from torchrl_grpo.reward_pool import Failure, RewardPool
 
 HOSTILE = [
     r"\boxed{10^{10^{10}}}",
+    r"\boxed{100000000!}",
+    r"\boxed{(x+1)^{10000}}",
+    r"\boxed{x^{50}-x^{49}+x^3=7}",
+    r"\boxed{" + r"\sin(" * 200 + "x" + ")" * 200 + "}",
+    r"$\int_0^1 e^{-x^{x^x}} dx$",
+]
+AT_NIGHT = [
     r"\boxed{9^{9^{9^9}}}",
     r"\boxed{10^{-10^{9}}}",
     r"\boxed{2^{2^{2^{2^{2^{2}}}}}}",
-    r"\boxed{100000000!}",
     r"\boxed{((9!)!)!}",
     r"\boxed{\binom{1000000000}{500000000}}",
     r"\boxed{\binom{10^{9}}{10^{8}}}",
     r"\boxed{\gcd(10^{10^{9}}, 6)}",
     r"\boxed{\Gamma(10^{10})}",
-    r"\boxed{(x+1)^{10000}}",
     r"\boxed{(x+y+z+w+1)^{99}}",
     r"\boxed{((x+1)^{99}+1)^{99}}",
-    r"\boxed{x^{50}-x^{49}+x^3=7}",
     r"\boxed{\sin(x)^{5}+\cos(x^{7})=e^{x}}",
-    r"\boxed{" + r"\sin(" * 200 + "x" + ")" * 200 + "}",
-    r"$\int_0^1 e^{-x^{x^x}} dx$",
     "The answer is 10**10**10",
 ]
 
@@ -47,7 +49,7 @@ HOSTILE = [
 def test_pairs_have_the_verdict_that_they_should() -> None:
     assert len(PAIRS) >= 90
     wrong = [
-        pair for pair, verdict in zip(PAIRS, verdicts(), strict=True) if verdict is not pair[2]
+        pair for pair, verdict in zip(PAIRS, verdicts(PAIRS), strict=True) if verdict is not pair[2]
     ]
     assert wrong == []
 
@@ -56,16 +58,14 @@ def test_pairs_have_the_verdict_that_they_should() -> None:
 def test_a_thread_gives_the_verdicts_of_the_main_thread() -> None:
     assert threading.current_thread() is threading.main_thread()
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(verdicts, range(2))  # concurrently
-    assert first == second == [verdict for *_, verdict in PAIRS]
+        first, second = pool.map(verdicts, [FEW, FEW])  # concurrently
+    assert first == second == [verdict for *_, verdict in FEW]
 
 
 @pytest.mark.slow
 def test_another_process_gives_the_verdicts_of_this_one() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.map_async(verdicts, [None]).get(timeout=300) == [
-            [verdict for *_, verdict in PAIRS]
-        ]
+        assert pool.apply_async(verdicts).get(timeout=300) == [verdict for *_, verdict in FEW]
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_a_reward_worker_gives_the_verdicts_of_this_process() -> None:
         None if isinstance(turn, Failure) or turn.score is None else turn.score.reward
         for turn in turns
     ]
-    assert scores == [-1.0 if verdict is None else float(verdict) for *_, verdict in PAIRS]
+    assert scores == [-1.0 if verdict is None else float(verdict) for *_, verdict in FEW]
 
 
 def cpu_s_of_ended_children() -> float:
@@ -96,7 +96,11 @@ def short_limit() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize(
+    "response",
+    [*HOSTILE, *(pytest.param(response, marks=pytest.mark.nightly) for response in AT_NIGHT)],
+    ids=range(len(HOSTILE) + len(AT_NIGHT)),
+)
 def test_an_answer_of_absurd_size_is_wrong_or_undecided_within_the_limit(
     response: str, short_limit: None
 ) -> None:
@@ -135,14 +139,14 @@ def test_a_reference_that_cannot_be_read_as_a_whole_gives_none(reference: str) -
 
 
 @pytest.mark.slow
-def test_large_expressions_in_both_are_compared_as_they_are_written() -> None:
+def test_large_expressions_in_both_are_compared_as_they_are_written(short_limit: None) -> None:
     tower = "10^{10^{10}}"
     assert math(rf"\boxed{{{tower}}}", tower) is True
     assert verdict_or_cause(r"\boxed{10^{10^{9}}}", tower) in (False, "timeout")
 
 
 @pytest.mark.slow
-def test_a_comparison_that_ends_its_process_ends_no_other() -> None:
+def test_a_comparison_that_ends_its_process_ends_no_other(short_limit: None) -> None:
     with ThreadPoolExecutor(3) as pool:
         responses = [r"\boxed{10}", HOSTILE[0], r"\boxed{11}", r"\boxed{20/2}"]
         verdicts = list(pool.map(verdict_or_cause, responses))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -178,15 +176,3 @@ def test_a_mistake_ends_with_what_to_do(
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in capsys.readouterr().err
-
-
-def test_the_command_imports_no_torch(folder: Path) -> None:
-    code = (
-        "import runpy, sys; sys.argv[1:] = ['samples', sys.argv[1], '--step', '9', '--limit', '1'];"
-        "runpy.run_module('torchrl_grpo', run_name='__main__');"
-        "assert not {'torch', 'torchrl', 'transformers'} & sys.modules.keys()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
-    )
-    assert "1 of 3 matching samples, 7 in total" in done.stdout

@@ -239,45 +239,22 @@ def test_the_columns_of_a_data_set_are_demonstrations(kind: str, tmp_path: Path)
     assert task.demonstration(problem) == (chat[1:2] if kind == "completion" else chat[1:])
 
 
+COMPLETION = {"completion_column": "c"}
+MESSAGES = {"messages_column": "c", "prompt_column": None}
+NAMELESS = {"role": "assistant", "content": None, "tool_calls": [{"name": None}]}
+
+
 @pytest.mark.parametrize(
     ("row", "columns", "message"),
     [
-        (
-            {"c": None},
-            {"completion_column": "c"},
-            r"data\.jsonl:1 .*must have text in the column 'c'",
-        ),
-        (
-            {"c": turns("no")},
-            {"completion_column": "c"},
-            r":1 .*must have the assistant's reply to the prompt in the column 'c'",
-        ),
-        (
-            {"c": ["no"]},
-            {"completion_column": "c"},
-            r":1 .*must have chat messages in the column 'c'.*'no'",
-        ),
-        (
-            {"c": [{"role": "assistant", "content": None, "tool_calls": [{"name": None}]}]},
-            {"completion_column": "c"},
-            r":1 .*must have chat messages in the column 'c'.*tool_calls that name functions",
-        ),
-        (
-            {"c": turns("1+1?")},
-            {"messages_column": "c", "prompt_column": None},
-            r":1 .*ending with a message of the assistant, but it",
-        ),
-        (
-            {"c": turns("?", "2", "?")},
-            {"messages_column": "c", "prompt_column": None},
-            r":1 .*ending with a message of the assist",
-        ),
-        ({"c": "2"}, {"completion_column": "d"}, r"columns\.completion=d must be a column of"),
-        (
-            {"c": "2"},
-            {"messages_column": "d", "prompt_column": None},
-            r"columns\.messages=d must be a column of",
-        ),
+        ({"c": None}, COMPLETION, r"data\.jsonl:1 .* text in the column 'c'"),
+        ({"c": turns("no")}, COMPLETION, r":1 .* the assistant's reply .* the column 'c'"),
+        ({"c": ["no"]}, COMPLETION, r":1 .* chat messages in the column 'c'.*'no'"),
+        ({"c": [NAMELESS]}, COMPLETION, r":1 .* the column 'c'.*tool_calls that name functions"),
+        ({"c": turns("1+1?")}, MESSAGES, r":1 .*ending with a message of the assistant"),
+        ({"c": turns("?", "2", "?")}, MESSAGES, r":1 .*ending with a message of the assistant"),
+        ({"c": "2"}, {"completion_column": "d"}, r"columns\.completion=d must be a column"),
+        ({"c": "2"}, MESSAGES | {"messages_column": "d"}, r"columns\.messages=d must be a column"),
     ],
 )
 def test_a_row_without_a_demonstration_is_named(
@@ -336,17 +313,6 @@ def test_the_loss_and_gradient_are_those_of_a_plain_cross_entropy(tmp_path: Path
     torch.testing.assert_close(out["objective"], -expected.detach(), rtol=1e-6, atol=0)
 
 
-def test_a_long_demonstration_is_cut_as_a_response_would_be(tmp_path: Path) -> None:
-    batch = demonstrations(write(tmp_path, ROWS[:1]), most=7)
-    [row] = batch.unbind(0)
-    text = AutoTokenizer.from_pretrained(starter_path()).decode(row[keys.RESPONSE])
-    assert (text, row[keys.TRUNCATED].item(), row[keys.TERMINATED].item()) == (
-        "It is #",
-        True,
-        False,
-    )
-
-
 def test_samples_show_the_turns_that_are_learned_as_far_as_they_are(tmp_path: Path) -> None:
     chat = turns("17+7=?", "#### 24", "24+7=?", "#### 31", "31+7=?", "#### 38")
     path = write(
@@ -355,7 +321,8 @@ def test_samples_show_the_turns_that_are_learned_as_far_as_they_are(tmp_path: Pa
     whole, cut = demonstrations(path, most=8, messages_column="m").unbind(0)
     assert whole[keys.ASSISTANT_MASK].sum() == 24 and not whole[keys.TRUNCATED]
     assert whole[keys.RESPONSE_TEXT] == "#### 24\n[user] 24+7=?\n#### 31\n[user] 31+7=?\n#### 38"
-    assert cut[keys.RESPONSE_TEXT] == "#### 24\n[user] 24+7=?\n#### 313" and cut[keys.TRUNCATED]
+    assert cut[keys.RESPONSE_TEXT] == "#### 24\n[user] 24+7=?\n#### 313"
+    assert cut[keys.TRUNCATED] and not cut[keys.TERMINATED]
     assert (
         whole[keys.FULL].tolist() == torch.cat([whole[keys.PROMPT], whole[keys.RESPONSE]]).tolist()
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import os
 import subprocess
 import sys
@@ -89,22 +90,46 @@ def test_help_and_mistakes_are_answered_without_torch(arguments: list[str], tmp_
     assert not modules & HEAVY
 
 
+WITHOUT_TORCH = """
+import json, runpy, sys
+import torchrl_grpo.extras.view.server
+assert not {"torch", "matplotlib", "numpy"} & {*sys.modules}
+for module, *words in json.loads(sys.argv[1]):
+    sys.argv[1:] = words
+    try:
+        runpy.run_module(module, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, words
+assert not {"torch", "torchrl", "transformers"} & {*sys.modules}
+"""
+
+
 @pytest.mark.slow
-def test_the_help_of_the_other_commands_needs_no_torch() -> None:
-    code = (
-        "import runpy, sys\n"
-        "for name in ('export', 'samples', 'sweep', 'view', 'migrate', 'plan'):\n"
-        "    for module, words in (('torchrl_grpo', [name]), (f'torchrl_grpo.{name}', [])):\n"
-        "        sys.argv[1:] = [*words, '--help']\n"
-        "        try: runpy.run_module(module, run_name='__main__')\n"
-        "        except SystemExit as end: assert end.code == 0\n"
-        "        else: raise AssertionError(module)\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
+def test_the_other_commands_need_no_torch(tmp_path: Path) -> None:
+    """They show their help, list samples, write the page of a sweep, and plan."""
+    for job in ("0", "1"):
+        (tmp_path / job / ".hydra").mkdir(parents=True)
+        (tmp_path / job / ".hydra" / "overrides.yaml").write_text(f"[seed={job}]")
+        row = {"step": 1, "rollout/reward_mean": 0.5, "rollout/sequences": 8}
+        (tmp_path / job / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        sample = {"step": 1, "split": "train", "query": "1+1=", "response": "2", "reward": 1.0}
+        (tmp_path / job / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    names = ("export", "samples", "sweep", "view", "migrate", "plan")
+    commands = [["torchrl_grpo", name, "--help"] for name in names]
+    commands += [[f"torchrl_grpo.{name}", "--help"] for name in names]
+    for words in (["samples", f"{tmp_path}/0"], ["sweep", str(tmp_path)], ["plan", "--devices=2"]):
+        commands.append(["torchrl_grpo", *words])
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k != "TORCHRL_GRPO_QUICK_IMPORTS"},
     )
-    environment = {
-        name: value for name, value in os.environ.items() if name != "TORCHRL_GRPO_QUICK_IMPORTS"
-    }
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 matching samples" in done.stdout and (tmp_path / "sweep.html").exists()
+    assert "python sota/grpo/grpo-async.py" in done.stdout
 
 
 @pytest.mark.slow

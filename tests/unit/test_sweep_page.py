@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from html import escape
 from pathlib import Path
 
@@ -159,12 +157,3 @@ def test_a_folder_without_jobs_is_refused(
         main([str(tmp_path)])
     assert end.value.code == 2
     assert f"error: {tmp_path} must be the folder of a multirun" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_page_is_written_without_torch(sweep: Path) -> None:
-    code = "import sys; from torchrl_grpo.sweep import main; main(sys.argv[1:]); print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(sweep)], capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.split() == [str(sweep / "sweep.html"), "False"], done.stderr

@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tensordict import TensorDict, lazy_stack
+from tensordict import lazy_stack
 from torch import Tensor
 
 from tests.support.configs import SMALL, compose_config
 from tests.support.losses import Table, make_batch
-from tests.support.models import make_llama, make_tiny_model
-from tests.support.padded import pad_batch
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
@@ -25,10 +23,8 @@ from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.models import divergence as divergence_module
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
-from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.starter import starter_path
-from torchrl_grpo.transforms.teacher import TeacherAdvantage, TeacherStates
 
 N, D, E, V = 5, 4, 3, 11
 
@@ -154,78 +150,6 @@ def test_no_more_logits_are_held_than_the_bound(monkeypatch: pytest.MonkeyPatch)
     ).sum().backward()
     # Chunks of 4 of the 11 tokens; twice each for the policy and the teacher, and again in backward.
     assert max(sizes) == 4 * N and len(sizes) == 3 * (2 + 2 + 1 + 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("top_k", [None, 261])
-@pytest.mark.parametrize("packs", [True, False])
-def test_the_loss_is_the_divergence_of_the_two_models_logits(
-    top_k: int | None, packs: bool
-) -> None:
-    """A Qwen2 policy and a Llama teacher, through the states that are sent: value and gradients of
-    plain logits.
-    """
-    student = make_tiny_model().double()
-    teacher = make_llama(1).double()
-    prompt = torch.arange(5, 9)
-    rows = []
-    for length in (3, 6, 1):
-        full = torch.cat([prompt, torch.arange(20, 20 + length)])
-        mask = torch.arange(len(full)) >= len(prompt)
-        rows.append(
-            TensorDict(
-                {keys.FULL: full, keys.ASSISTANT_MASK: mask, keys.LOG_PROBS: torch.zeros(len(full))}
-            )
-        )
-    batch = TeacherStates(TokenScorer(teacher), top_k=top_k)(lazy_stack(rows))
-    assert [len(row[keys.TEACHER_STATES]) for row in batch.unbind(0)] == [3, 6, 1]
-    batch.set(keys.ADVANTAGE, torch.zeros(3, 1))
-    scorer = TokenScorer(student, temperature=1.0)
-    if not packs:
-        student.unpacked_because = "it is not to be"
-    head = None if top_k else teacher.get_output_embeddings().weight.detach()
-    scorer.distill_from(Teacher(1.0, head))
-    loss = GRPOLoss(scorer, teacher_coeff=0.5)
-    assert keys.TEACHER_STATES in loss.in_keys
-    padded = pad_batch(
-        batch,
-        {key: 0 for key in (keys.FULL, keys.ASSISTANT_MASK, keys.LOG_PROBS, keys.TEACHER_STATES)},
-        ["advantage"],
-    )
-    out = loss(padded)
-    out["loss_teacher"].backward()
-    got = {name: parameter.grad.clone() for name, parameter in student.named_parameters()}
-    student.zero_grad()
-    of_rows = []
-    for row in rows:
-        p, q = (model(row[keys.FULL][None]).logits[0, 3:-1] for model in (student, teacher))
-        of_rows.append(plain_divergence(p, q.detach(), 1.0))
-    expected = torch.stack([row.mean() for row in of_rows]).mean()
-    (0.5 * expected).backward()
-    close = {"rtol": 1e-3, "atol": 1e-5} if top_k else {"rtol": 1e-5, "atol": 1e-7}
-    torch.testing.assert_close(out["loss_teacher"].detach(), 0.5 * expected.detach(), **close)
-    torch.testing.assert_close(
-        out["divergence_to_teacher"], torch.cat(of_rows).detach().mean(), **close
-    )
-    for name, parameter in student.named_parameters():
-        torch.testing.assert_close(
-            got[name], parameter.grad, **close, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-def test_each_sampled_token_has_the_credit_of_its_own_reverse_kl() -> None:
-    """It is ``reward_coef A - coef (log p - log q)``, and 0 on tokens that were not sampled."""
-    _, rows = make_batch(0, lengths=(6, 9))
-    for number, row in enumerate(rows):
-        row[keys.TEACHER_LOG_PROBS] = row[keys.LOG_PROBS] - torch.arange(len(row[keys.FULL]))
-        row[keys.ADVANTAGE] = torch.tensor([2.0 - number])
-    masks = [row[keys.ASSISTANT_MASK] for row in rows]
-    batch = TeacherAdvantage(0.5, 3.0)(lazy_stack(rows))
-    for number, (row, mask) in enumerate(zip(batch.unbind(0), masks, strict=True)):
-        expected = torch.where(mask, 3 * (2.0 - number) - 0.5 * torch.arange(len(mask)), 0.0)
-        torch.testing.assert_close(row[keys.ADVANTAGE], expected, check_dtype=False)
-    alone = TeacherAdvantage(0.0, 0.0)(batch.set(keys.ADVANTAGE, torch.ones(2, 1)))
-    assert all(row[keys.ADVANTAGE].eq(0).all() for row in alone.unbind(0))
 
 
 def test_the_kl_to_the_teacher_is_that_of_the_sampled_tokens() -> None:

@@ -167,25 +167,22 @@ def test_a_test_set_that_cannot_be_is_refused(entry: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "sets", "message"),
+    ("own", "sets", "key"),
     [
+        ([], "[{dataset: arithmetic},{dataset: arithmetic}]", r"0\]\.name=arithmetic"),
         (
-            [],
-            "[{dataset: arithmetic},{dataset: arithmetic}]",
-            r"datasets\[0\]\.name=arithmetic must differ",
-        ),
-        (
-            ["env.datasets=[{dataset: arithmetic, name: a}]"],
-            "[{dataset: countdown},{dataset: arithmetic, name: a}]",
-            r"evaluation\.datasets\[1\]\.name=a must differ",
+            [
+                "env.datasets=[{dataset: arithmetic, name: a}]",
+                "env.dataset=null",
+                "env.difficulty=2",
+            ],
+            *("[{dataset: countdown},{dataset: arithmetic, name: a}]", r"1\]\.name=a"),
         ),
     ],
 )
-def test_test_sets_have_names_of_their_own(own: list[str], sets: str, message: str) -> None:
-    overrides = [*own, f"evaluation.datasets={sets}"]
-    overrides += ["env.dataset=null", "env.difficulty=2"] if own else []
-    with pytest.raises(ConfigError, match=message):
-        prepare(compose_config(*SMALL, *overrides), [])
+def test_test_sets_have_names_of_their_own(own: list[str], sets: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^evaluation\.datasets\[{key} must differ"):
+        prepare(compose_config(*SMALL, *own, f"evaluation.datasets={sets}"), [])
 
 
 def test_a_mistake_in_an_entry_names_the_list() -> None:

@@ -550,10 +550,3 @@ def test_a_folder_that_is_no_run_is_refused(
     assert ended.value.code == 2
     error = f"RUN={tmp_path / name} must be a run's folder, but {why}: use outputs/DATE/TIME."
     assert error in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_nothing_that_trains_is_imported() -> None:
-    code = "import sys, torchrl_grpo.extras.view.server; print({'torch', 'matplotlib', 'numpy'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "set()\n"

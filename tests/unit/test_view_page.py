@@ -401,29 +401,25 @@ def test_kinds_of_spans_have_colors_apart_and_are_explained(
     assert apart > 70
 
 
-@pytest.mark.parametrize(
-    ("seconds", "texts"),
-    [
-        (1.5, ["0 s", "0.2 s", "0.4 s"]),
-        (600, ["0 min", "1 min", "2 min"]),
-        (5 * 3600 + 1800, ["0 h", "0.5 h", "1 h"]),
-        (250 * 3600, ["0 d", "1 d", "2 d"]),
-    ],
-)
 def test_the_axis_of_the_timeline_has_round_times_in_one_unit(
-    seconds: float, texts: list[str], browser: Browser, tmp_path: Path
+    browser: Browser, tmp_path: Path
 ) -> None:
-    run = make_run(tmp_path / "run")
-    (run / "timeline.jsonl").unlink()
-    append(
-        run,
-        "timeline.jsonl",
-        [{"actor": "trainer", "kind": "train", "start": 0.0, "seconds": seconds}],
-    )
-    with served(run) as address, browser.new_page() as page:
-        show(page, address, "timeline")
-        labels = page.locator(".lanes text[text-anchor]").all_text_contents()
-    assert labels[: len(texts)] == texts
+    ticks = {
+        1.5: ["0 s", "0.2 s", "0.4 s"],
+        600: ["0 min", "1 min", "2 min"],
+        5 * 3600 + 1800: ["0 h", "0.5 h", "1 h"],
+        250 * 3600: ["0 d", "1 d", "2 d"],
+    }
+    runs = [make_run(tmp_path / str(seconds)) for seconds in ticks]
+    for run, seconds in zip(runs, ticks, strict=True):
+        (run / "timeline.jsonl").unlink()
+        span = {"actor": "trainer", "kind": "train", "start": 0.0, "seconds": seconds}
+        append(run, "timeline.jsonl", [span])
+    with served(*runs) as address, browser.new_page() as page:
+        for number, texts in enumerate(ticks.values()):
+            show(page, address, f"timeline?run={number}")
+            labels = page.locator(".lanes text[text-anchor]").all_text_contents()
+            assert labels[: len(texts)] == texts
 
 
 def test_the_times_of_the_timeline_do_not_overlap(browser: Browser, tmp_path: Path) -> None:
@@ -527,12 +523,12 @@ def test_another_run_is_chosen_without_losing_the_keyboard(page: Page, address: 
     assert page.evaluate("document.activeElement.name") == "run"
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_it_fits_a_phone(browser: Browser, address: str, view: str) -> None:
+def test_it_fits_a_phone(browser: Browser, address: str) -> None:
     with browser.new_page(viewport={"width": 360, "height": 740}) as page:
-        show(page, address, view)
-        page.wait_for_timeout(100)
-        assert page.evaluate("document.documentElement.scrollWidth") == 360
+        for view in VIEWS:
+            show(page, address, view)
+            page.wait_for_timeout(100)
+            assert page.evaluate("document.documentElement.scrollWidth") == 360, view
 
 
 def test_a_phone_shows_all_views_in_one_row_and_values_of_the_config(
@@ -602,20 +598,22 @@ def test_pictures_stand_above_the_prompt(browser: Browser, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("view", VIEWS)
-def test_axe_finds_nothing(browser: Browser, address: str, view: str, scheme: Any) -> None:
+def test_axe_finds_nothing(browser: Browser, address: str, scheme: Any) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
     # Axe is a script of its own, which the page's policy keeps out.
     with browser.new_page(
         color_scheme=scheme, bypass_csp=True, viewport={"width": 1000, "height": 900}
     ) as page:
-        show(page, address, view)
-        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert background == {"light": "rgb(246, 247, 249)", "dark": "rgb(18, 21, 26)"}[scheme]
-        page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
-        results = Axe().run(page)
-        assert results.violations_count == 0, results.generate_report()
+        for view in VIEWS:
+            show(page, address, view)
+            background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert background == {"light": "rgb(246, 247, 249)", "dark": "rgb(18, 21, 26)"}[scheme]
+            page.evaluate(
+                "document.querySelectorAll('details').forEach(one => { one.open = true })"
+            )
+            results = Axe().run(page)
+            assert results.violations_count == 0, results.generate_report()
 
 
 def test_axe_finds_nothing_in_a_report_on_a_phone(browser: Browser, tmp_path: Path) -> None:
@@ -631,6 +629,7 @@ def test_axe_finds_nothing_in_a_report_on_a_phone(browser: Browser, tmp_path: Pa
         assert results.violations_count == 0, results.generate_report()
 
 
+@pytest.mark.nightly
 def test_100000_responses_are_painted_soon(browser: Browser, tmp_path: Path) -> None:
     run = make_large(tmp_path / "run", groups=12_500)
     with served(run) as address, browser.new_page() as page:

@@ -59,21 +59,9 @@ def test_a_head_size_that_a_cpu_cannot_compute_is_refused_there_alone() -> None:
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        (
-            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            {},
-            r"model\.name: .* not quantized.*\(gptq\)",
-        ),
-        (
-            {},
-            {"tensor_parallel_size": 4},
-            r"tensor_parallel_size=4 must divide the model's 14 .* 2 key .*: use 2\.",
-        ),
-        (
-            {"num_key_value_heads": 7},
-            {"tensor_parallel_size": 2},
-            r"=2 must divide .* 7 key and value heads .*: use 1\.",
-        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, {}, r"model\.name: .*\(gptq\)"),
+        ({}, {"tensor_parallel_size": 4}, r"tensor_parallel_size=4 .* 14 .* 2 key .*: use 2\."),
+        ({"num_key_value_heads": 7}, {"tensor_parallel_size": 2}, r"=2 .* 7 key .*: use 1\."),
     ],
 )
 def test_a_model_that_no_device_runs_in_vllm_is_refused(

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.dialogs import log_prob_gap, tokens_between_turns
 from tests.support.echo import EchoTask, add
 from tests.support.envs import END
@@ -25,6 +26,7 @@ from tests.support.models import make_llama, make_tiny_model, response_log_probs
 from tests.support.processes import shared_memory, socket_files, worker_processes
 from tests.support.prompts import LONG_PROMPTS
 from tests.support.stops import assert_stop_strings_end_responses
+from tests.support.transferring import TRANSFERS, Receiver
 from tests.support.weights import mismatch
 from torchrl_grpo import keys
 from torchrl_grpo.collectors import RolloutCollector
@@ -59,9 +61,15 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
     environ = dict(os.environ)
     threads = torch.get_num_threads()
     set_threads = torch.set_num_threads
-    engine = VLLMEngine(
-        str(folder), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.25, enable_sleep=True
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_module, "WORKER_EXTENSION", "tests.support.transfers.Extension")
+        engine = VLLMEngine(
+            str(folder),
+            max_model_len=CONTEXT,
+            enforce_eager=True,
+            kv_cache_gib=0.25,
+            enable_sleep=True,
+        )
     assert dict(os.environ) == environ
     assert (torch.get_num_threads(), torch.set_num_threads) == (threads, set_threads)
     assert not torch.distributed.is_initialized()
@@ -312,11 +320,15 @@ class TestEngine:
         params = SamplingParams(max_new_tokens=8)
         assert mismatch(engine, response_log_probs(model), LONG_PROMPTS, params)[1] < ROUNDING
 
-    def test_its_message_queues_have_no_file_that_a_kill_could_leave(self, engine):
+    @pytest.mark.parametrize("name", TRANSFERS)
+    def test_weights_come_a_fast_way_or_through_the_host(self, name, engine, tmp_path, monkeypatch):
+        receiver = Receiver(engine, make_model, tmp_path, monkeypatch, ROUNDING)
+        receiver.forget()
+        TRANSFERS[name](receiver)
+
+    def test_its_processes_have_no_queue_or_socket_that_a_kill_could_leave(self, engine):
         named, nameless = shared_memory()
         assert named == [] and nameless
-
-    def test_its_processes_leave_no_socket_in_the_temporary_directory(self, engine):
         assert socket_files() == []
 
     def test_close_ends_every_process_and_may_be_called_again(

@@ -143,6 +143,7 @@ one: vLLM's modules read the platform while they are imported.
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_vllm_accepts_our_arguments_on_a_simulated_h100() -> None:
     command = [sys.executable, "-c", ON_AN_H100]

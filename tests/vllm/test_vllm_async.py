@@ -23,12 +23,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+import torchrl_grpo.generation.vllm as vllm_module
 from tests.support import forks
 from tests.support.models import response_log_probs
 from tests.support.processes import shared_memory, socket_files, worker_processes
 from tests.support.prompts import PROMPTS
 from tests.support.serving import CONTEXT, LONG, SERVES, SHORT, errors, make_model, start, until
 from tests.support.tasks import plays_nothing
+from tests.support.transferring import TRANSFERS, Receiver
 from tests.support.weights import Trained, mismatch
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.sampler import Sampler
@@ -57,9 +59,11 @@ def alive(pid: int) -> bool:
 def engine() -> Iterator[AsyncVLLMEngine]:
     environ = dict(os.environ)
     threads = torch.get_num_threads()
-    engine = AsyncVLLMEngine(
-        str(starter_path()), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.5
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_module, "WORKER_EXTENSION", "tests.support.transfers.Extension")
+        engine = AsyncVLLMEngine(
+            str(starter_path()), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.5
+        )
     assert dict(os.environ) == environ
     assert torch.get_num_threads() == threads
     yield engine
@@ -96,6 +100,15 @@ def test_the_workers_load_what_is_sent_and_refuse_what_does_not_fit(engine):
         engine.update_weights([("model.extra", torch.zeros(1))], 12)
     assert engine.policy_version == 10
     assert mismatch(engine, response_log_probs(last), PROMPTS, SHORT)[1] < ROUNDING
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TRANSFERS)
+def test_weights_come_a_fast_way_or_through_the_host(name, engine, tmp_path, monkeypatch):
+    engine._in_flight = "wait"
+    receiver = Receiver(engine, make_model, tmp_path, monkeypatch, ROUNDING)
+    receiver.forget()
+    TRANSFERS[name](receiver)
 
 
 @pytest.mark.nightly
@@ -181,12 +194,9 @@ def test_probes_and_evaluations_leave_the_draws_of_running_calls_alone(engine):
     assert len(set(states)) == len(states)
 
 
-def test_its_message_queues_have_no_file_that_a_kill_could_leave(engine):
+def test_its_processes_have_no_queue_or_socket_that_a_kill_could_leave(engine):
     named, nameless = shared_memory()
     assert named == [] and nameless
-
-
-def test_its_processes_leave_no_socket_in_the_temporary_directory(engine):
     assert socket_files() == []
 
 
@@ -242,13 +252,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "while_starting",
-    [
-        pytest.param(True, marks=pytest.mark.nightly, id="while it starts"),
-        pytest.param(False, id="while it samples"),
-    ],
-)
+@pytest.mark.nightly  # test_a_killed_scheduler_ends_every_call_and_leaves_no_process is by day
+@pytest.mark.parametrize("while_starting", [True, False])
 def test_a_killed_script_leaves_no_process(tmp_path: Path, while_starting: bool):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

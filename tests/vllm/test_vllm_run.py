@@ -27,14 +27,18 @@ SMALL = (
 )
 
 
-def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) -> None:
-    """Weights arrive after each step (otherwise the check would end the run), and vLLM loads the
-    exported model unchanged.
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(
+    compiled: bool, tmp_path: Path
+) -> None:
+    """Weights arrive after each step (otherwise the check would end the run). At night vLLM
+    compiles the model, and loads the exported one unchanged.
     """
     overrides = [
         "inference_model.backend=vllm",
         "inference_model.check_sync=true",
         "train_model.lora.enabled=true",
+        f"inference_model.enforce_eager={not compiled}",
     ]
     run = build(
         compose_config(*SMALL, *overrides, "optimizer.lr=1e-2", "env.max_prompt_tokens=64"),
@@ -50,6 +54,8 @@ def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) 
     assert rows[2]["train/kl_k3_to_ref"] > 1e-6  # the weights did change
     assert rows[2]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
     assert (tmp_path / "checkpoints" / "checkpoint_000002").exists()
+    if not compiled:
+        return
     sampler = run.rollouts.samplers[0].part
     with vllm_module.VLLMEngine(
         str(tmp_path / "checkpoints" / "model"), max_model_len=128, enforce_eager=True

@@ -71,7 +71,8 @@ class Teacher:
             parts = torch.cat([log_probs.where(inside, -math.inf), rest], -1)
             total = parts.logsumexp(-1, keepdim=True)
             log_probs = log_probs - total
-            rest = rest - total - (vocabulary - inside.sum(-1, keepdim=True)).log()
+            others = (vocabulary - inside.sum(-1, keepdim=True)).clamp(min=1)
+            rest = rest - total - others.log()
             for start in range(0, vocabulary, width):
                 size = min(width, vocabulary - start)
                 # One more column takes the tokens of other parts.

@@ -1,0 +1,163 @@
+"""Checks of vLLM's weight transfer with real workers: a fast path beside the host's that works,
+fails, hangs or corrupts weights, and adapters.
+
+The engine's workers have the extension of ``tests.support.transfers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchrl_grpo.generation.vllm as vllm_module
+from tests.support.models import make_lora, response_log_probs
+from tests.support.prompts import LONG_PROMPTS
+from tests.support.weights import Trained, mismatch
+from torchrl_grpo.errors import TransferRefusedError
+from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.vllm import VLLMBase
+from torchrl_grpo.models.loading import CheckpointModel
+from torchrl_grpo.weights import EitherHandle, Transfer, make_sender, named_weights
+from torchrl_grpo.weights.adapters import AdapterHandle
+from torchrl_grpo.weights.handle import DirectHandle
+
+
+@dataclass
+class Receiver:
+    """An engine that receives weights.
+
+    Attributes:
+        engine: the engine.
+        make_model: function that makes another model of its architecture from a seed.
+        folder: folder for the files of the fast path.
+        patch: pytest's monkeypatch.
+        rounding: how far its log-probs may be off.
+    """
+
+    engine: VLLMBase
+    make_model: Callable[[int], torch.nn.Module]
+    folder: Path
+    patch: pytest.MonkeyPatch
+    rounding: float
+
+    def has(self, model: torch.nn.Module, version: int) -> bool:
+        """Return whether the engine samples with a model's weights and names this version."""
+        params = SamplingParams(max_new_tokens=8)
+        gap = mismatch(self.engine, response_log_probs(model), LONG_PROMPTS, params)[1]
+        return gap < self.rounding and self.engine.policy_version == version
+
+    def either(self, model: torch.nn.Module, wrong: str = "") -> EitherHandle:
+        def read() -> Any:
+            return named_weights(model)
+
+        from tests.support.transfers import FileWeights  # imports vLLM
+
+        return EitherHandle(DirectHandle(read), FileWeights(self.folder, read, wrong))
+
+    def forget(self) -> None:
+        """Make the engine look as if it had received no weights yet."""
+        self.patch.setattr(vllm_module, "TRIAL_S", 60.0)
+        self.engine._fast_works = self.engine._fast_failed = False
+
+
+def a_fast_way_that_works_is_compared_once_and_then_taken_alone(to: Receiver) -> None:
+    received: list[str] = []
+    receive = to.engine._receive
+
+    def spy(handle: Any, *rest: Any) -> None:
+        received.append(handle.backend)
+        receive(handle, *rest)
+
+    to.patch.setattr(to.engine, "_receive", spy)
+    for version in (1, 2, 3):
+        model = to.make_model(version)
+        to.engine.load(to.either(model), version)
+        assert to.has(model, version)
+    assert received == ["object_store", "from_file", "from_file", "from_file"]
+
+
+def a_fast_way_that_goes_wrong_is_left(wrong: str, why: str, to: Receiver) -> None:
+    if wrong == "hang":
+        to.patch.setattr(vllm_module, "TRIAL_S", 1.0)
+    if wrong == "nothing":  # the weights that don't arrive are already there
+        to.engine.update_weights(named_weights(to.make_model(4)), 3)
+    model = to.make_model(4)
+    with pytest.raises(TransferRefusedError, match=rf"from_file: {why}"):
+        to.engine.load(to.either(model, wrong), 4)
+    assert to.has(model, 4)
+    model = to.make_model(5)
+    to.engine.load(to.either(model, wrong), 5)  # it is not tried again
+    assert to.has(model, 5)
+
+
+def a_fast_way_that_goes_wrong_later_is_left(wrong: str, to: Receiver) -> None:
+    to.engine.load(to.either(to.make_model(6)), 6)
+    assert to.engine._fast_works
+    if wrong == "hang":
+        to.patch.setattr(vllm_module, "TRIAL_S", 1.0)
+    model = to.make_model(7)
+    with pytest.raises(TransferRefusedError, match="from_file"):
+        to.engine.load(to.either(model, wrong), 7)
+    assert to.has(model, 7)
+
+
+def workers_add_adapters_to_the_bit_as_the_host_does(base_dtype: torch.dtype, to: Receiver) -> None:
+    engine, greedy = to.engine, SamplingParams(max_new_tokens=8, temperature=0)
+    base = CheckpointModel(engine._hf_config._name_or_path, base_dtype)
+    sender = make_sender(Transfer("object_store"), dtype=None, lora_base=base)
+    for version in (1, 2):
+        torch.manual_seed(version)
+        lora = make_lora(base=base())
+        sent = sender.send(Trained(lora), version)
+        assert isinstance(sent, AdapterHandle)
+        engine.update_weights(sent.weights(), version)  # merged on the host
+        expected = engine.generate(LONG_PROMPTS, 1, greedy)
+        engine.update_weights(named_weights(to.make_model(9)), 0)
+        with to.patch.context() as patched:
+            patched.setattr(engine, "update_weights", None)
+            engine.load(sent, version)
+        got = engine.generate(LONG_PROMPTS, 1, greedy)
+        for [one], [other] in zip(got, expected, strict=True):
+            assert torch.equal(one.tokens, other.tokens)
+            assert torch.equal(one.log_probs, other.log_probs)
+        assert base_dtype == torch.bfloat16 or to.has(lora, version)
+
+
+def adapters_of_unknown_names_are_added_on_the_host(to: Receiver) -> None:
+    base = CheckpointModel(to.engine._hf_config._name_or_path, torch.float32)
+    sender = make_sender(Transfer("object_store"), dtype=None, lora_base=base)
+    sent = sender.send(Trained(make_lora(base=base())), 1)
+    assert isinstance(sent, AdapterHandle) and to.engine._merges(sent)
+    unknown = ("model.experts.gate_up_proj", 1.0)
+    assert not to.engine._merges(replace(sent, layers=(unknown, *sent.layers)))
+
+
+REASONS = {
+    "raise": "RuntimeError: no such link",
+    "hang": "nothing arrived in 1 s",
+    "corrupt": ".* bytes that arrived differ",
+    "nothing": ".* bytes that arrived differ",
+}
+TRANSFERS: dict[str, Callable[[Receiver], None]] = {
+    "a fast way": a_fast_way_that_works_is_compared_once_and_then_taken_alone,
+    **{
+        f"a fast way: {wrong}": partial(a_fast_way_that_goes_wrong_is_left, wrong, why)
+        for wrong, why in REASONS.items()
+    },
+    **{
+        f"a fast way, later: {wrong}": partial(a_fast_way_that_goes_wrong_later_is_left, wrong)
+        for wrong in ("raise", "hang")
+    },
+    **{
+        f"adapters: {dtype}": partial(workers_add_adapters_to_the_bit_as_the_host_does, dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    },
+    "adapters of unknown names": adapters_of_unknown_names_are_added_on_the_host,
+}
+"""Each takes an engine that receives weights; in any order."""

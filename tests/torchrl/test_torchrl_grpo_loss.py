@@ -18,7 +18,6 @@ from tests.support.losses import Table, make_batch, total
 from tests.support.models import make_tiny_model
 from torchrl_grpo.models import TokenScorer
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, GRPOLossOutput, SFTLoss
-from torchrl_grpo.objectives.tokens import token_weights
 from torchrl_grpo.starter import starter_path
 
 

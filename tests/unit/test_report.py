@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,8 +18,8 @@ import pytest
 from PIL import Image
 
 from tests.support.hostile import HOSTILE, SHOWN
-from torchrl_grpo.extras.report import panels, report
-from torchrl_grpo.extras.report.curves import panel_figure, panel_svg, save_png
+from torchrl_grpo.extras.report import panels
+from torchrl_grpo.extras.report.curves import panel_figure, panel_svg
 from torchrl_grpo.extras.report.ending import print_summary
 from torchrl_grpo.extras.report.panels import (
     PANELS,
@@ -279,15 +280,18 @@ def test_report_shows_accuracy_and_responses_before_and_after(tmp_path: Path) ->
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drawn(
+    tmp_path_factory: pytest.TempPathFactory,
+    no_curves: tuple[Callable[..., None], Callable[..., str]],
+) -> Path:
     """Return the report of a run of 3 steps, with its curves."""
     folder = tmp_path_factory.mktemp("drawn")
     log_run(folder, steps=3)
     with MetricsLogger(folder, tensorboard=False, config={}) as logger:
         logger.log(3, {"throughput/trained_tokens_per_s": 200.0})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "save_png", save_png)
-        patch.setattr(report, "panel_svg", panel_svg)
+        for name, function in zip(("save_png", "panel_svg"), no_curves, strict=True):
+            patch.setattr(f"torchrl_grpo.extras.report.curves.{name}", function)
         return write_report(folder)
 
 

@@ -409,13 +409,18 @@ def test_an_old_python_is_refused_in_one_line(tmp_path: Path) -> None:
     assert result.stderr == "PYTHON must be 3.11 or later, got 3.9: set PYTHON=python3.11\n"
 
 
-def test_ci_runs_lint_docs_and_tests() -> None:
+def test_ci_runs_lint_docs_and_all_tests() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     lines = script.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     assert "set -euo pipefail" in lines
-    assert lines[-3:] == ["make lint", "make docs", "make test"]
+    nightly = 'make test-nightly PYTEST_ARGS="-m nightly ${PYTEST_ARGS:-}"'
+    assert lines[-4:] == ["make lint", "make docs", "make test", nightly]
+    [line] = [
+        line for line in make("-n", "test-nightly", "PYTEST_ARGS=-m nightly") if "-m pytest" in line
+    ]
+    assert line.count(" -m ") == 2 and line.endswith(" -m nightly")
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])

@@ -83,6 +83,12 @@ def parse(path: Path) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
 
+def log(directory: Path, rows: dict[int, dict[str, float]]) -> None:
+    with MetricsLogger(directory, tensorboard=False, config={}) as logger:
+        for step, row in rows.items():
+            logger.log(step, row)
+
+
 def log_run(directory: Path, steps: int) -> None:
     """Log a run of 0.5 s a step and one evaluation of 2 s before it and one after it."""
     with MetricsLogger(directory, tensorboard=False, config={}) as logger:
@@ -152,21 +158,14 @@ def test_summary_equals_the_sums_by_hand(tmp_path: Path) -> None:
 
 
 def test_invalid_rewards_are_summed_up_by_cause(tmp_path: Path) -> None:
-    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
-        logger.log(1, {"rewards/invalid_crash": 1.0})
-        logger.log(
-            2,
-            {
-                "rewards/invalid_crash": 3.0,
-                "rewards/invalid_not_finite": 2.0,
-                "workers/restarts_reward": 6.0,
-            },
-        )
-    summary = summarize(tmp_path)
-    assert (
-        summary["invalid"] == {"crashed the worker": 3, "not finite": 2}
-        and summary["restarts"] == 0
+    crashes, infinite = "rewards/invalid_crash", "rewards/invalid_not_finite"
+    log(
+        tmp_path,
+        {1: {crashes: 1.0}, 2: {crashes: 3.0, infinite: 2.0, "workers/restarts_reward": 6}},
     )
+    summary = summarize(tmp_path)
+    assert summary["invalid"] == {"crashed the worker": 3, "not finite": 2}
+    assert summary["restarts"] == 0
 
 
 @pytest.mark.parametrize(
@@ -223,9 +222,7 @@ def test_a_reward_that_never_reaches_1_is_named_where_the_accuracy_is(tmp_path: 
         "eval/reward_mean/sums": 0.1,
     }
     trained = {"rollout/accuracy": 0.1, "rollout/accuracy/words": 0.0, "rollout/accuracy/sums": 0.2}
-    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
-        for step in (0, 1):
-            logger.log(step, tested | rewards | trained)
+    log(tmp_path, dict.fromkeys((0, 1), tested | rewards | trained))
     summary = summarize(tmp_path)
     [line] = summary["never_correct"]
     assert line.startswith(
@@ -255,15 +252,10 @@ def test_test_problems_with_one_text_are_shown_one_by_one(tmp_path: Path) -> Non
 
 
 def test_restarts_of_actors_are_summed_over_their_kinds_and_shown(tmp_path: Path) -> None:
-    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
-        for step, (rollout, reference, groups) in enumerate([(0, 0, 0), (2, 1, 4)]):
-            counts = {
-                "restarts_rollout": rollout,
-                "restarts_reference": reference,
-                "groups_resampled": groups,
-            }
-            logger.log(step + 1, {f"workers/{name}": count for name, count in counts.items()})
-        logger.log(3, {"eval/pass@1": 0.5})
+    names = ("restarts_rollout", "restarts_reference", "groups_resampled")
+    names = [f"workers/{name}" for name in names]
+    rows = [dict(zip(names, counts, strict=True)) for counts in ((0, 0, 0), (2, 1, 4))]
+    log(tmp_path, {1: rows[0], 2: rows[1], 3: {"eval/pass@1": 0.5}})
     assert (summarize(tmp_path)["restarts"], summarize(tmp_path)["groups_resampled"]) == (3, 4)
     assert "Restarts34 groups resampled" in parse(write_report(tmp_path)).text().replace("\n", "")
 
@@ -598,8 +590,7 @@ def test_run_that_crashed_early_has_a_report(tmp_path: Path, steps: int | None) 
 
 
 def test_one_evaluation_is_not_shown_as_a_result_of_training(tmp_path: Path) -> None:
-    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
-        logger.log(0, {"eval/pass@1": 0.25})
+    log(tmp_path, {0: {"eval/pass@1": 0.25}})
     summary = summarize(tmp_path)
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, None)
     assert "Test accuracy, greedy25.0%after step 0" in parse(write_report(tmp_path)).text()

@@ -16,6 +16,7 @@ from torchrl_grpo.rewards.countdown import countdown
 from torchrl_grpo.rewards.expressions import evaluate
 from torchrl_grpo.tasks.base import Problem, Score
 from torchrl_grpo.tasks.countdown import CountdownTask, split_of
+from torchrl_grpo.tasks.shapes import ShapesTask
 
 
 @pytest.mark.parametrize(
@@ -171,15 +172,20 @@ def test_splits_are_disjoint_across_seeds_and_settings() -> None:
 
 @pytest.mark.slow
 def test_same_seed_gives_the_same_problems_in_another_process() -> None:
+    """Those of countdown, and pictures."""
     code = (
-        "from torchrl_grpo.tasks.countdown import CountdownTask as T;"
-        "print([(p.extra, p.answer) for p in T(4, seed=5).problems('test')[:20]])"
+        "from torchrl_grpo.tasks.countdown import CountdownTask as C\n"
+        "from torchrl_grpo.tasks.shapes import ShapesTask as S\n"
+        "print([(p.extra, p.answer) for p in C(4, seed=5).problems('test')[:20]])\n"
+        "print([p.images[0].hash for p in S().problems('test')[:50]])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(
-        [(p.extra, p.answer) for p in CountdownTask(4, seed=5).problems("test")[:20]]
-    )
-    assert CountdownTask(4, seed=5).problems("test") != CountdownTask(4, seed=6).problems("test")
+    countdown_problems = CountdownTask(4, seed=5).problems("test")
+    assert done.stdout.splitlines() == [
+        str([(p.extra, p.answer) for p in countdown_problems[:20]]),
+        str([p.images[0].hash for p in ShapesTask().problems("test")[:50]]),
+    ]
+    assert countdown_problems != CountdownTask(4, seed=6).problems("test")
 
 
 def test_the_message_has_numbers_target_and_format() -> None:

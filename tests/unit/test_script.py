@@ -52,7 +52,7 @@ def run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [SYNC, ASYNC])
+@pytest.mark.parametrize("script", [SYNC, pytest.param(ASYNC, marks=pytest.mark.nightly)])
 def test_help_and_cfg_work_without_cuda(script: Path, tmp_path: Path) -> None:
     result = run(script, "--help", cwd=tmp_path)
     assert result.returncode == 0, result.stderr

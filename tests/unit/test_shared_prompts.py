@@ -217,17 +217,6 @@ def test_a_training_step_is_that_of_padded_sequences(
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
-def test_in_mixed_precision_a_step_is_close_to_the_padded_one(
-    autocast_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings: dict[str, Any] = {"autocast_dtype": autocast_dtype, "monkeypatch": monkeypatch}
-    got, _ = trained(4, shared=True, model=make_tiny_model(), **settings)
-    expected, _ = trained(4, shared=False, model=make_tiny_model(), **settings)
-    assert got["train/loss"] == pytest.approx(expected["train/loss"], abs=0.01)
-    assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.03)
-
-
 def test_the_way_of_other_devices_gives_the_same_attention() -> None:
     """This attention copies the keys that each sequence attends to; it is used where heads of keys
     and values differ.

@@ -135,14 +135,19 @@ def same(left: list[list[Completion]], right: list[list[Completion]]) -> bool:
     )
 
 
-@pytest.mark.parametrize("make", FUSED)
-def test_llama_like_models_take_the_fused_decoder(make):
-    assert isinstance(TransformersEngine(build(make)).decoder, FusedDecoder)
+def show_uninitialized_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill caches with NaN, which no result may have."""
+    empty_cache = FusedDecoder.empty_cache
+    monkeypatch.setattr(
+        FusedDecoder,
+        "empty_cache",
+        lambda *args: tuple(cache.fill_(torch.nan) for cache in empty_cache(*args)),
+    )
 
 
-@pytest.mark.parametrize("make", GENERIC)
-def test_other_models_take_their_own_forward(make):
-    assert isinstance(TransformersEngine(build(make)).decoder, GenericDecoder)
+@pytest.mark.parametrize("make", FUSED + GENERIC)
+def test_llama_like_models_alone_take_the_fused_decoder(make):
+    assert isinstance(TransformersEngine(build(make)).decoder, FusedDecoder) == (make in FUSED)
 
 
 def test_adapters_take_their_own_forward(tiny_model):
@@ -289,14 +294,8 @@ def test_prompts_computed_in_slices_give_what_one_forward_gives(tiny_model, monk
     prompts = make_prompts(2, 17, 9, 17, 5)
     params = SamplingParams(6, temperature=0)
     engine = TransformersEngine(tiny_model)
-    empty_cache = FusedDecoder.empty_cache
     whole = engine.generate(prompts, 2, params)
-    # Uninitialized memory must not be read: NaN would show it.
-    monkeypatch.setattr(
-        FusedDecoder,
-        "empty_cache",
-        lambda *args: tuple(cache.fill_(torch.nan) for cache in empty_cache(*args)),
-    )
+    show_uninitialized_memory(monkeypatch)
     monkeypatch.setattr(fused_decoder, "_PREFILL_TOKENS", 18)
     sliced = engine.generate(prompts, 2, params)
     for a, b in zip(itertools.chain(*whole), itertools.chain(*sliced), strict=True):
@@ -381,13 +380,7 @@ def test_a_restored_state_continues_the_run_exactly(tiny_model):
 @pytest.mark.parametrize("make", [*FUSED, make_gpt2])
 def test_groups_that_wait_for_room_are_sampled_as_all_at_once(make, monkeypatch):
     monkeypatch.setattr(fused_decoder, "_BLOCK", 5)
-    empty_cache = FusedDecoder.empty_cache
-    # Uninitialized memory must not be read: NaN would show it.
-    monkeypatch.setattr(
-        FusedDecoder,
-        "empty_cache",
-        lambda *args: tuple(cache.fill_(torch.nan) for cache in empty_cache(*args)),
-    )
+    show_uninitialized_memory(monkeypatch)
     model = build(make)
     prompts = make_prompts(4, 9, 2, 12, 6, 9, 3)
     params = SamplingParams(20, stop_token_ids=tuple(range(12)))
@@ -495,7 +488,8 @@ def test_bad_requests_name_field_value_and_fix(tiny_model):
     assert engine.generate([], 2, params) == []
 
 
-def test_the_prompt_is_computed_once_for_its_group(tiny_model, monkeypatch):
+@pytest.mark.parametrize("make", [make_tiny_model, make_gpt2])
+def test_the_prompt_is_computed_once_for_its_group(make, monkeypatch):
     computed = []
     forward = FusedDecoder.forward
 
@@ -503,16 +497,8 @@ def test_the_prompt_is_computed_once_for_its_group(tiny_model, monkeypatch):
         computed.append(len(tokens))
         return forward(self, tokens, *args)
 
-    engine = TransformersEngine(tiny_model)
+    engine = TransformersEngine(build(make))
     monkeypatch.setattr(FusedDecoder, "forward", count)
-    engine.generate(make_prompts(10, 10), 8, SamplingParams(4))
-    assert computed == [20, 16, 16, 16]
-
-
-def test_the_generic_decoder_computes_the_prompt_once_for_its_group():
-    model = build(make_gpt2)
-    engine = TransformersEngine(model)
-    computed = []
     engine.model.register_forward_pre_hook(
         lambda module, args, kwargs: computed.append(kwargs["input_ids"].numel()), with_kwargs=True
     )

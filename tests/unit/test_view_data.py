@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,19 @@ from torchrl_grpo.extras.view.index import Criteria, Samples
 from torchrl_grpo.extras.view.runs import Metrics, RunView, curves
 from torchrl_grpo.extras.view.strip import strip_of
 from torchrl_grpo.extras.view.timeline import Timeline
+
+
+def view_of(folder: Path) -> RunView:
+    view = RunView(folder, "run")
+    view.refresh()
+    return view
+
+
+def timeline_of(folder: Path, rows: list[dict[str, Any]]) -> Timeline:
+    append(folder, "timeline.jsonl", rows)
+    timeline = Timeline(folder)
+    timeline.refresh()
+    return timeline
 
 
 @pytest.mark.parametrize("link", ["outside", "folder", "itself"])
@@ -113,8 +127,7 @@ def test_a_turn_names_the_tools_that_it_calls() -> None:
 def test_what_a_model_wrote_is_shown_as_text(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     append(run, "samples.jsonl", group(9, HOSTILE, [HOSTILE]))
-    view = RunView(run, "run")
-    view.refresh()
+    view = view_of(run)
     response = view.response(7)
     assert response is not None
     assert response["query"] == response["response"] == SHOWN
@@ -168,9 +181,7 @@ def test_spans_that_overlap_share_a_lane(tmp_path: Path) -> None:
         {"actor": "a", "kind": kind, "start": 100.0 + at, "seconds": 2.0}
         for kind, at in (("x", 0), ("y", 1), ("x", 3))
     ]
-    append(tmp_path, "timeline.jsonl", rows)
-    timeline = Timeline(tmp_path)
-    timeline.refresh()
+    timeline = timeline_of(tmp_path, rows)
     window = timeline.window()
     [actor] = window["actors"]
     assert (window["end"], actor["seconds"]) == (5.0, {"x": 4.0, "y": 2.0})
@@ -188,9 +199,7 @@ def test_the_time_until_a_run_is_resumed_is_called_that(tmp_path: Path) -> None:
         for kind, at in (("wait", 0), ("train", 1), ("wait", 62))
     ]
     rows.append({"actor": "sampler 0", "kind": "start", "start": 160.0, "seconds": 2.0})
-    append(tmp_path, "timeline.jsonl", rows)
-    timeline = Timeline(tmp_path)
-    timeline.refresh()
+    timeline = timeline_of(tmp_path, rows)
     learner, sampler = timeline.window()["actors"]
     assert ["stopped", 2.0, 62.0, None, 0.0, 1.0] in learner["spans"]
     assert learner["seconds"] == {"wait": 2.0, "train": 1.0, "stopped": 60.0}
@@ -202,9 +211,7 @@ def test_times_that_were_rounded_do_not_make_spans_overlap(tmp_path: Path) -> No
         {"actor": "a", "kind": "wait", "start": 100.0, "seconds": 1.0001},
         {"actor": "a", "kind": "train", "start": 101.0, "seconds": 1.0},
     ]
-    append(tmp_path, "timeline.jsonl", rows)
-    timeline = Timeline(tmp_path)
-    timeline.refresh()
+    timeline = timeline_of(tmp_path, rows)
     assert [span[4:] for span in timeline.window()["actors"][0]["spans"]] == [
         [0.0, 1.0],
         [0.0, 1.0],
@@ -217,9 +224,7 @@ def test_many_spans_become_shares_of_columns(tmp_path: Path) -> None:
         for at in range(2000)
         for kind, part in (("x", 0), ("y", 0.5))
     ]
-    append(tmp_path, "timeline.jsonl", rows)
-    timeline = Timeline(tmp_path)
-    timeline.refresh()
+    timeline = timeline_of(tmp_path, rows)
     [actor] = timeline.window()["actors"]
     assert len(actor["spans"]) == 400
     assert actor["spans"][0] == ["x", 0.0, 10.0, None, 0.0, pytest.approx(0.5)]
@@ -383,8 +388,7 @@ def test_numbers_of_tokens_that_no_run_writes_are_left_out(
 ) -> None:
     run = make_run(tmp_path / "run")
     append(run, "samples.jsonl", [row | {"tokens": tokens} for row in group(4, "4+4=", ["8"])])
-    view = RunView(run, "run")
-    view.refresh()
+    view = view_of(run)
     response = json.loads(json.dumps(view.response(7), allow_nan=False))
     assert (response["response"], response["tokens"]["text"]) == ("8", ["1"])
     assert set(response["tokens"]["values"]) <= {"advantage", "ratio"}
@@ -403,8 +407,7 @@ def test_a_response_whose_tokens_cannot_be_read_is_shown_without_them(
             json.dumps({name: value for name, value in row.items() if name != "tokens"})[:-1]
             + f", {text}}}\n"
         )
-    view = RunView(run, "run")
-    view.refresh()
+    view = view_of(run)
     response = view.response(7)
     assert response is not None
     assert (response["step"], response["response"], response["tokens"]) == (4, "8", None)

@@ -294,8 +294,7 @@ class RolloutCollector(BaseCollector):
         start = time.perf_counter()
         data = self.env.reset(drawn=drawn)
         self.last.env_seconds += time.perf_counter() - start
-        turns: list[list[TensorDictBase]] = [[] for _ in range(data.batch_size[0])]
-        active = list(range(len(turns)))  # rows whose opening failed have a first transition too
+        steps = []
         stepping = self.base_env.stepping
         if not stepping.all():
             data.set(keys.STEPPING, stepping)
@@ -308,17 +307,13 @@ class RolloutCollector(BaseCollector):
             data = self.env.step(data)
             self.last.env_seconds += time.perf_counter() - generated
             self.last.generate_seconds += generated - start
-
-            rows = data.unbind(0)
-            for row in active:
-                turns[row].append(rows[row])
+            steps.append(data)
             sampled = [len(dialog.tokens) for dialog in self.base_env.latest.values()]
             self.last.tokens += sum(sampled)
             self.last.turns += len(sampled)
             stepping = ~data.get(keys.DONE).reshape(-1)
-            active = stepping.nonzero().reshape(-1).tolist()
-            if not active:
-                return _trajectories(data, turns, self.base_env.states)
+            if not stepping.any():
+                return _trajectories(steps, self.base_env.states)
             data = self.env.step_mdp(data)
             data.set(keys.STEPPING, stepping)
 
@@ -511,15 +506,12 @@ _MOST_ROWS = 2**16
 
 
 def _trajectories(
-    last: TensorDictBase,
-    turns: list[list[TensorDictBase]],
-    states: Sequence[DialogState],
+    steps: Sequence[TensorDictBase], states: Sequence[DialogState]
 ) -> Sequence[TensorDictBase]:
     """Return the rows of the last transition with the token entries of all turns.
 
     Args:
-        last: [B] the last transition; rows that were done before it repeat their outcome.
-        turns: for each row, its turns.
+        steps: [B] transitions; rows that were done before one repeat their outcome.
         states: for each row, its dialog. The task's rewards of turns are part of the last turn's
             reward.
 
@@ -530,40 +522,44 @@ def _trajectories(
     Raises:
         RuntimeError: a later turn did not keep the tokens of an earlier one.
     """
-    nxt = last.get("next")
-    out = last.exclude(*_BEFORE).set("text", nxt.get("text"))
+    nxt = steps[-1].get("next")
+    out = steps[-1].exclude(*_BEFORE).set("text", nxt.get("text"))
     for key in _OF_SEQUENCE:  # environments write all of their entries under "next"
         if nxt.get(key, None) is not None:
             out.set(key, nxt.get(key))
     repeated = ("tokens", "masks", "text", "history", keys.IMAGES, *_OF_SEQUENCE)
-    rows = out.set("next", nxt.exclude(*repeated)).unbind(0)
+    out.set("next", nxt.exclude(*repeated))
+    rows = out.set(keys.NEXT_POLICY_VERSION, out.get(keys.POLICY_VERSION)).unbind(0)
     has_feedback = any(state.outcome.feedback for state in states)
-    for trajectory, row, state in zip(rows, turns, states, strict=True):
-        trajectory.set(keys.NEXT_POLICY_VERSION, row[-1].get(keys.POLICY_VERSION))
+    for trajectory, state in zip(rows, states, strict=True):
         if has_feedback:
             trajectory.set(keys.FEEDBACK, NonTensorData(state.outcome.feedback))
         if state.outcome.error:
             trajectory.set(keys.REWARD_ERROR, NonTensorData(state.outcome.error))
-    if all(len(row) == 1 for row in turns):
+    if len(steps) == 1:
         return rows
     samples = [state.samples() for state in states]
     several = any(len(of_dialog) > 1 for of_dialog in samples)
-    out = []
-    for number, (trajectory, row, of_dialog) in enumerate(zip(rows, turns, samples, strict=True)):
-        end = of_dialog[-1].turns[-1]
+    unbound = [step.unbind(0) for step in steps]
+    parts = []
+    for number, (trajectory, state) in enumerate(zip(rows, states, strict=True)):
+        # A dialog whose opening failed has a transition too.
+        turns = [of_step[number] for of_step in unbound[: max(1, len(state.responses))]]
+        last, end = turns[-1], samples[number][-1].turns[-1]
         # The last turn has the reward, but may belong to no sample.
-        row[end] = row[end].copy().set(keys.REWARD, row[-1].get(keys.REWARD))
-        valid = torch.stack([turn.get(("next", keys.REWARD_VALID)) for turn in row]).all(0)
+        turns[end] = turns[end].copy().set(keys.REWARD, last.get(keys.REWARD))
+        valid = torch.stack([turn.get(("next", keys.REWARD_VALID)) for turn in turns]).all(0)
         trajectory.set(keys.REWARD_VALID, valid)
-        for sample in of_dialog:
-            part = _merge([row[turn] for turn in sample.turns], sample.rewards)
+        trajectory.set(keys.NEXT_POLICY_VERSION, last.get(keys.POLICY_VERSION))
+        for sample in samples[number]:
+            part = _merge([turns[turn] for turn in sample.turns], sample.rewards)
             part = trajectory.copy().update(part).set(keys.RESPONSE_TEXT, sample.text)
             if several:
                 part.set(keys.TRAJECTORY, trajectory.get(keys.GROUP_ID) * _MOST_ROWS + number)
-            if sample is not of_dialog[-1]:
+            if sample is not samples[number][-1]:
                 part.set(keys.DONE, torch.tensor([False]))
-            out.append(part)
-    return out
+            parts.append(part)
+    return parts
 
 
 def _merge(turns: list[TensorDictBase], task_rewards: Sequence[float | None]) -> TensorDictBase:

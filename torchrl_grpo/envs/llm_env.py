@@ -282,7 +282,8 @@ class LLMEnv(EnvBase):
         """Return a row's first prompt, [T] int64 if it has no images."""
         if row.prompt is None:
             row.prompt = self.prompts.of_problem(row.drawn.index, row.problem)
-            row.current = replace(row.current, images=images_of(row.prompt))
+            if images_of(row.prompt):
+                row.current = replace(row.current, images=images_of(row.prompt))
         return row.prompt
 
     def _open(self, rows: Sequence[DialogState]) -> None:
@@ -589,8 +590,8 @@ def _prompt_columns(prompts: Sequence[Tensor]) -> dict[str, TensorDictBase]:
     """Return prompts and their attention masks as lazy stacks."""
     masks = [torch.ones_like(prompt, dtype=torch.bool) for prompt in prompts]
     return {
-        keys.PROMPT[0]: lazy_stack([TensorDict({keys.PROMPT[-1]: row}) for row in prompts]),
+        keys.PROMPT[0]: lazy_stack([TensorDict({keys.PROMPT[-1]: row}, []) for row in prompts]),
         keys.ATTENTION_MASK[0]: lazy_stack(
-            [TensorDict({keys.ATTENTION_MASK[-1]: row}) for row in masks]
+            [TensorDict({keys.ATTENTION_MASK[-1]: row}, []) for row in masks]
         ),
     }

@@ -218,7 +218,7 @@ class GenerationPolicy(TensorDictModuleBase):
             oldest.append(min(versions.tolist(), default=version))
         length_stopped = [completion.finish_reason == "length" for completion in completions]
         for name in rows[0]:
-            tensordict.set(name, _stack([TensorDict(row[name]) for row in rows], shape))
+            tensordict.set(name, _stack([TensorDict(row[name], []) for row in rows], shape))
         tensordict.set(POLICY_VERSION, torch.tensor(oldest, dtype=torch.int64).reshape(*shape, 1))
         stopped = torch.tensor(length_stopped, dtype=torch.bool)
         tensordict.set(LENGTH_STOPPED, stopped.reshape(*shape, 1))

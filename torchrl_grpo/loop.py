@@ -30,6 +30,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     AnyLearner = Learner | RayLearner
 
 __all__ = ["Observer", "Schedule", "fit"]
+
+Metrics = Mapping[str, float]
+SampleRows = Sequence[Mapping[str, Any]]
 
 _LONGEST_SHIELD_S = 20.0
 """Seconds that a training step may continue after the signal that ends the run."""
@@ -60,7 +64,7 @@ class Observer:
     def stage(self, kind: str, step: int, what: str) -> None:
         """A stage of a step begins and the previous one ends: ``("train", 7, "train step 7")``."""
 
-    def began(self, step: int, metrics: Mapping[str, float]) -> None:
+    def began(self, step: int, metrics: Metrics) -> None:
         """The engine has its first weights, and they are evaluated.
 
         ``metrics`` is empty if a resumed run has already logged them.
@@ -69,18 +73,16 @@ class Observer:
     def taken(self) -> None:
         """The rollouts delivered the batch of the next step."""
 
-    def trained(self, metrics: Mapping[str, float]) -> None:
+    def trained(self, metrics: Metrics) -> None:
         """The learner has trained the batch. A signal is held until this method returns."""
 
     def refreshed(self, version: int) -> None:
         """The reference model has the weights of this version."""
 
-    def evaluated(
-        self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def evaluated(self, step: int, metrics: Metrics, rows: SampleRows) -> None:
         """The weights of a step were evaluated on the test split."""
 
-    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+    def stepped(self, step: int, metrics: Metrics) -> None:
         """A step is complete. A signal is held until all observers have been called."""
 
     def checked(self, step: int) -> None:
@@ -346,51 +348,20 @@ def _check_on_policy(metrics: dict[str, float]) -> None:
 
 
 class _Observers(Observer):
-    """All observers of a run, called one after another."""
+    """All observers of a run: each call goes to one after another."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
+        for name in filter(str.isalpha, vars(Observer)):
+            if name not in vars(_Observers):
+                setattr(self, name, partial(self._call, name))
 
-    def stage(self, kind: str, step: int, what: str) -> None:
+    def _call(self, name: str, *arguments: Any) -> None:
         for observer in self._observers:
-            observer.stage(kind, step, what)
-
-    def began(self, step: int, metrics: Mapping[str, float]) -> None:
-        for observer in self._observers:
-            observer.began(step, metrics)
-
-    def taken(self) -> None:
-        for observer in self._observers:
-            observer.taken()
-
-    def trained(self, metrics: Mapping[str, float]) -> None:
-        for observer in self._observers:
-            observer.trained(metrics)
-
-    def refreshed(self, version: int) -> None:
-        for observer in self._observers:
-            observer.refreshed(version)
-
-    def evaluated(
-        self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
-    ) -> None:
-        for observer in self._observers:
-            observer.evaluated(step, metrics, rows)
-
-    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        for observer in self._observers:
-            observer.stepped(step, metrics)
-
-    def checked(self, step: int) -> None:
-        for observer in self._observers:
-            observer.checked(step)
+            getattr(observer, name)(*arguments)
 
     def interrupted(self) -> None:
         """Call all observers in order, even if one raises or a signal arrives."""
         with ExitStack() as stack:
             for observer in reversed(self._observers):
                 stack.callback(observer.interrupted)
-
-    def ended(self, step: int) -> None:
-        for observer in self._observers:
-            observer.ended(step)

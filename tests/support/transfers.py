@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_grpo.weights.handle import Named, TransferHandle
+from torchrl_grpo.weights.handle import TransferHandle
+from torchrl_grpo.weights.named import NamedTensors
 from torchrl_grpo.weights.transfer_engine import ObjectStoreEngine
 from torchrl_grpo.weights.worker import WeightSyncExtension
 
@@ -73,7 +74,7 @@ class FileWeights(TransferHandle):
     backend = ENGINE
 
     folder: Path
-    read: Callable[[], Named]
+    read: Callable[[], NamedTensors]
     wrong: str = ""
 
     def updates(self) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -23,13 +23,14 @@ from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
 from torchrl_grpo.host.interrupts import shielded
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
-from torchrl_grpo.loop import Observer, Schedule
+from torchrl_grpo.loop import Metrics, Observer, SampleRows, Schedule
 from torchrl_grpo.reporting.console import Console, one_of_each
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.signal import Signal
 from torchrl_grpo.runtime.learner import RayLearner
 from torchrl_grpo.runtime.rollouts import Rollouts
 
+Reasons = type[Exception] | tuple[type[Exception], ...]
 _NUM_SHOWN = 4
 
 
@@ -73,7 +74,7 @@ class Recorder(Observer):
         self._sample_frequency = sample_frequency
         self._sample_rows = sample_rows
         self._has_progress_bar = False
-        self._unlogged: Mapping[str, float] | None = None  # metrics of a trained step
+        self._unlogged: Metrics | None = None  # metrics of a trained step
         # Empty unless the run resumes in its own folder.
         for row in read_jsonl(logger.directory / METRICS_FILE):
             alarms.take(row)
@@ -86,20 +87,18 @@ class Recorder(Observer):
             total = self._num_batches * self._sequences
             self._console.start(done * self._sequences, total, evaluates=kind == "evaluate")
 
-    def began(self, step: int, metrics: Mapping[str, float]) -> None:
+    def began(self, step: int, metrics: Metrics) -> None:
         if metrics:
             self._logger.log(step, metrics)
 
-    def trained(self, metrics: Mapping[str, float]) -> None:
+    def trained(self, metrics: Metrics) -> None:
         self._unlogged = metrics
 
-    def evaluated(
-        self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def evaluated(self, step: int, metrics: Metrics, rows: SampleRows) -> None:
         self._logger.log_samples(step, rows)
         self._console.evaluation(step, metrics)
 
-    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+    def stepped(self, step: int, metrics: Metrics) -> None:
         self._record(step, metrics)
         self._console.step(
             step, metrics, step * self._sequences, self._num_batches * self._sequences
@@ -118,7 +117,7 @@ class Recorder(Observer):
                 f"Step {self._learner.version} is only partly logged ({reason})."
             )
 
-    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _record(self, step: int, metrics: Metrics) -> None:
         self._logger.log(step, metrics)
         self._signal.take(metrics)
         for alarm in self._alarms.take({"step": step, **metrics}):
@@ -200,7 +199,7 @@ class Saver(Observer):
         self._saved = self._first  # including one being written
         self._complete = self._first  # on the disk
         self._reference_version = 0
-        self._evaluated: dict[int, Mapping[str, float]] = {}
+        self._evaluated: dict[int, Metrics] = {}
         self._states = {learner.version: rollouts.state_dict()}  # by version of the learner
 
     def taken(self) -> None:
@@ -210,12 +209,10 @@ class Saver(Observer):
     def refreshed(self, version: int) -> None:
         self._reference_version = version
 
-    def evaluated(
-        self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def evaluated(self, step: int, metrics: Metrics, rows: SampleRows) -> None:
         self._evaluated = {step: metrics}
 
-    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+    def stepped(self, step: int, metrics: Metrics) -> None:
         if self._schedule.saves(step):
             self._finish_or_warn(NotSavedError)
             self._save_or_warn(NotSavedError)
@@ -248,14 +245,14 @@ class Saver(Observer):
             self._learner.save(self._checkpointer, state)
             self._saved = version
 
-    def _save_or_warn(self, reasons: type[Exception] | tuple[type[Exception], ...]) -> None:
+    def _save_or_warn(self, reasons: Reasons) -> None:
         """Save, or log why there is no checkpoint of this step."""
         try:
             self._save()
         except reasons as error:
             self._warn_unsaved(self._learner.version, error)
 
-    def _finish_or_warn(self, reasons: type[Exception] | tuple[type[Exception], ...]) -> None:
+    def _finish_or_warn(self, reasons: Reasons) -> None:
         """Wait for the checkpoint in progress, or log why it failed."""
         try:
             self._learner.finish_save()
@@ -302,7 +299,7 @@ class Timeline(Observer):
         self._spans.append({"step": step, "actor": "learner", "kind": kind, "start": clock.now()})
         stalls.note(what)
 
-    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+    def stepped(self, step: int, metrics: Metrics) -> None:
         *ended, current = self._spans
         worker_spans = [{"step": step, **span} for span in self._rollouts.spans()]
         self._logger.log_spans([*ended, *worker_spans])

@@ -7,7 +7,7 @@ import os
 import pickletools
 import random
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from torchrl_grpo.images.families import family_of
 from torchrl_grpo.learner.export import ACCURACY, INVALID, export_model
 from torchrl_grpo.learner.parts import tensors_in
 from torchrl_grpo.models.loading import base_model_of
+from torchrl_grpo.weights.named import NamedTensors
 
 _MOST_INVALID = 0.5
 """Fraction of invalid rewards above which an evaluation does not count for ``best``, because too
@@ -298,7 +299,7 @@ def _score(path: Path) -> float | None:
     return score if math.isfinite(score) and metrics.get(INVALID, 0.0) <= _MOST_INVALID else None
 
 
-def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def check_finite(tensors: NamedTensors) -> None:
     """Check that tensors, as (name, tensor), are finite, and that second moments are not negative.
 
     Raises:

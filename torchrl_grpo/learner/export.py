@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torchrl_grpo.host.text import size
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.sharding import is_writer
 from torchrl_grpo.weights import named_adapter_weights, named_weights
+from torchrl_grpo.weights.named import NamedTensors
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """Files that a vision-language model's processor of images is loaded from."""
@@ -115,7 +115,7 @@ def export_model(
     return target
 
 
-def _write_weights(folder: Path, named: Iterable[tuple[str, Tensor]]) -> None:
+def _write_weights(folder: Path, named: NamedTensors) -> None:
     """Write weights under the names that ``from_pretrained`` looks for. One file at a time is held
     in memory.
     """

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrl_grpo.models.sharding import WEIGHTS, load_parts, own_parts
+from torchrl_grpo.weights.named import TensorStream
 
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
 _FILE_BYTES = 1 << 29
@@ -114,7 +115,7 @@ def read_parts(
         load_parts(model, optimizer, tensors, rest)
 
 
-def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(folder: Path) -> TensorStream:
     """Yield the parts of the tensors in all files of a folder as (name, tensor)."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -32,6 +32,7 @@ from torchrl_grpo.models.sharding import compute_device, mesh_of
 from torchrl_grpo.transforms.batch import BatchTransform, in_next
 from torchrl_grpo.transforms.ragged import flatten, set_rows
 from torchrl_grpo.weights import load_weights
+from torchrl_grpo.weights.named import NamedTensors
 
 _PURPOSES: dict[NestedKey, str] = {
     keys.REF_LOG_PROBS: "Scoring with the reference model",
@@ -97,7 +98,7 @@ class KLScoring(BatchTransform):
         self.out_key = out_key
         check_packing(scorer, autocast_dtype)
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def update_weights(self, weights: NamedTensors) -> None:
         """Replace the reference model's weights.
 
         Args:

@@ -13,10 +13,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchrl_grpo.weights.handle import Sender, Source, WeightHandle
-from torchrl_grpo.weights.named import LoraDelta, merged, to_checkpoint
+from torchrl_grpo.weights.named import LoraDelta, NamedTensors, TensorStream, merged, to_checkpoint
 
 BaseModel = Callable[[], nn.Module]
 
@@ -36,7 +36,7 @@ class AdapterHandle(WeightHandle):
     layers: tuple[tuple[str, float], ...]
     matrices: WeightHandle
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> TensorStream:
         model = _loaded(self.base)
         base = {name: parameter.detach() for name, parameter in model.named_parameters()}
         deltas = deltas_of(self.layers, self.matrices.weights(), torch.device("cpu"))
@@ -52,7 +52,7 @@ class AdapterHandle(WeightHandle):
 
 def deltas_of(
     layers: Sequence[tuple[str, float]],
-    matrices: Iterable[tuple[str, Tensor]],
+    matrices: NamedTensors,
     device: torch.device,
 ) -> dict[str, list[LoraDelta]]:
     """Return the updates that adapters add to each parameter.
@@ -94,7 +94,7 @@ class AdapterSender(Sender):
     def pack(self, weights: Iterable[tuple[str, LoraDelta]], version: int) -> AdapterHandle:
         layers: list[tuple[str, float]] = []
 
-        def matrices() -> Iterator[tuple[str, Tensor]]:
+        def matrices() -> TensorStream:
             for name, delta in weights:
                 layers.append((name, delta.scaling))
                 yield from ((f"{name}.A", delta.a), (f"{name}.B", delta.b))

@@ -19,20 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_grpo.weights.named import LoraDelta
+from torchrl_grpo.weights.named import LoraDelta, NamedTensors, TensorStream
 
-Named = Iterable[tuple[str, Tensor]]
-Part = tuple[str, list[tuple[str, tuple[int, ...]]]]
-"""Layout of a flat tensor: its dtype, such as ``"float32"``, and the name and shape of each weight
-in order.
-"""
+Shapes = list[tuple[str, tuple[int, ...]]]
+"""Name and shape of each weight, in order."""
+Part = tuple[str, Shapes]
+"""Layout of a flat tensor: its dtype, such as ``"float32"``, and its weights."""
 
 
 class WeightHandle(ABC):
     """Access to the weights of one version."""
 
     @abstractmethod
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> TensorStream:
         """Return the weights by name. They may share memory: do not write to them.
 
         Raises:
@@ -50,7 +49,7 @@ class TransferHandle(WeightHandle):
     backend: ClassVar[str]
 
     @property
-    def layout(self) -> list[tuple[str, tuple[int, ...]]] | None:
+    def layout(self) -> Shapes | None:
         """Name and shape of each weight; None if they come one by one and are checked elsewhere."""
         return None
 
@@ -69,7 +68,7 @@ class TransferHandle(WeightHandle):
     def updates(self) -> Iterator[dict[str, Any]]:
         """Yield the update infos, which consist of dicts, lists, strings, numbers and bytes."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> TensorStream:
         raise RuntimeError(
             f"weights sent through {self.backend} can be received only by vLLM's workers."
         )
@@ -87,14 +86,14 @@ class EitherHandle(WeightHandle):
     slow: WeightHandle
     fast: TransferHandle
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> TensorStream:
         return self.slow.weights()
 
 
 class Source(Protocol):
     """Source of weights: a ``GRPOTrainer``."""
 
-    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]: ...
+    def weights(self, dtype: torch.dtype | None = None) -> TensorStream: ...
 
     def adapters(self) -> Iterator[tuple[str, LoraDelta]]: ...
 
@@ -158,9 +157,9 @@ class DirectHandle(WeightHandle):
         read: returns the weights.
     """
 
-    read: Callable[[], Named]
+    read: Callable[[], NamedTensors]
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> TensorStream:
         return iter(self.read())
 
 
@@ -170,10 +169,10 @@ class DirectSender(Sender):
     def send(self, source: Source, version: int, *, keep: bool = True) -> WeightHandle:
         return self.handle(source.weights)
 
-    def pack(self, weights: Named, version: int) -> WeightHandle:
+    def pack(self, weights: NamedTensors, version: int) -> WeightHandle:
         return self.handle(lambda: weights)
 
-    def handle(self, read: Callable[[], Named]) -> WeightHandle:
+    def handle(self, read: Callable[[], NamedTensors]) -> WeightHandle:
         """Make a handle that calls ``read`` whenever the weights are read."""
         return DirectHandle(read)
 
@@ -181,7 +180,7 @@ class DirectSender(Sender):
 PART_BYTES = 256 * 2**20
 
 
-def in_parts(weights: Named, dtype: torch.dtype | None) -> Iterator[tuple[Tensor, Part]]:
+def in_parts(weights: NamedTensors, dtype: torch.dtype | None) -> Iterator[tuple[Tensor, Part]]:
     """Copy weights into flat tensors on their device: a few large tensors are faster to send than
     many small ones.
 
@@ -239,7 +238,7 @@ def tensor_bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def unpacked(flat: Tensor, part: Part) -> Iterator[tuple[str, Tensor]]:
+def unpacked(flat: Tensor, part: Part) -> TensorStream:
     """Undo ``in_parts`` for one part: yield views of the flat tensor by name."""
     start = 0
     for name, shape in part[1]:

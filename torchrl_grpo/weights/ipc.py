@@ -20,14 +20,15 @@ from torchrl_grpo.weights.handle import (
     DirectHandle,
     DirectSender,
     EitherHandle,
-    Named,
     Part,
+    Shapes,
     TransferHandle,
     WeightHandle,
     in_parts,
     unpacked,
 )
 from torchrl_grpo.weights.meeting import Meeting, MeetingSender, connected
+from torchrl_grpo.weights.named import NamedTensors, TensorStream
 
 
 def exported(flat: Tensor, part: Part) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def opened(update: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def on_gpu(weights: Named) -> Iterator[tuple[str, Tensor]]:
+def on_gpu(weights: NamedTensors) -> TensorStream:
     """Move weights to the current GPU, except those that are already on a GPU."""
     return ((name, weight if weight.is_cuda else weight.cuda()) for name, weight in weights)
 
@@ -80,7 +81,7 @@ class IpcStream(TransferHandle):
 
     backend = "ipc"
 
-    read: Callable[[], Named]
+    read: Callable[[], NamedTensors]
     dtype: torch.dtype | None
 
     def init_info(self, workers: int) -> dict[str, Any]:
@@ -102,7 +103,7 @@ class LocalSender(DirectSender):
         self._dtype = dtype
         self._refused = False
 
-    def handle(self, read: Callable[[], Named]) -> WeightHandle:
+    def handle(self, read: Callable[[], NamedTensors]) -> WeightHandle:
         self._direct = DirectHandle(read)
         if self._refused:
             return self._direct
@@ -135,7 +136,7 @@ class IpcParts(TransferHandle):
     infos: Sequence[dict[str, Any]]
 
     @property
-    def layout(self) -> list[tuple[str, tuple[int, ...]]]:
+    def layout(self) -> Shapes:
         return [
             (name, tuple(shape))
             for info in self.infos
@@ -159,7 +160,7 @@ class IpcSender(MeetingSender):
         super().__init__(dtype, host)
         self._infos: dict[int, list[dict[str, Any]]] = {}
 
-    def pack(self, weights: Named, version: int) -> IpcParts:
+    def pack(self, weights: NamedTensors, version: int) -> IpcParts:
         self._parts[version] = list(in_parts(on_gpu(weights), self.dtype))
         self._infos[version] = [exported(flat, part) for flat, part in self._parts[version]]
         return IpcParts(self._meeting, version, self._infos[version])

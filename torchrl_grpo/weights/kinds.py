@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from torchrl_grpo.weights.adapters import AdapterSender, BaseModel
-from torchrl_grpo.weights.handle import DirectSender, EitherHandle, Named, Sender, WeightHandle
+from torchrl_grpo.weights.handle import DirectSender, EitherHandle, Sender, WeightHandle
 from torchrl_grpo.weights.ipc import IpcSender, LocalSender
+from torchrl_grpo.weights.named import NamedTensors
 from torchrl_grpo.weights.nccl import NcclSender
 from torchrl_grpo.weights.object_store import ObjectSender
 
@@ -116,7 +117,7 @@ class FastSender(Sender):
         self._store = ObjectSender(None)
         self._refused = False
 
-    def pack(self, weights: Named, version: int) -> WeightHandle:
+    def pack(self, weights: NamedTensors, version: int) -> WeightHandle:
         if self._refused:
             return ObjectSender(self.dtype).pack(weights, version)
         handle = self._fast.pack(weights, version)

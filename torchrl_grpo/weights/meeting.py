@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from torchrl_grpo.weights.handle import Part, Sender, unpacked
+from torchrl_grpo.weights.named import TensorStream
 
 TIMEOUT_S = 120.0
 """Timeout of each operation on the store."""
@@ -81,7 +81,7 @@ class MeetingSender(Sender):
         self._meeting = Meeting(host, self._store.port, secrets.token_hex(32))
         self._parts: dict[int, list[tuple[Tensor, Part]]] = {}
 
-    def kept(self, version: int) -> Iterator[tuple[str, Tensor]]:
+    def kept(self, version: int) -> TensorStream:
         """Return the weights of an unreleased version, by name."""
         return (named for flat, part in self._parts[version] for named in unpacked(flat, part))
 

@@ -15,6 +15,10 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+NamedTensors = Iterable[tuple[str, Tensor]]
+TensorStream = Iterator[tuple[str, Tensor]]
+"""Tensors with their names, read once."""
+
 
 @dataclass(frozen=True)
 class LoraDelta:
@@ -46,9 +50,7 @@ def merged(weight: Tensor, deltas: Sequence[LoraDelta]) -> Tensor:
     return weight if total is None else weight + total
 
 
-def named_weights(
-    model: nn.Module, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> TensorStream:
     """Yield a causal language model's weights under the names of its Hugging Face checkpoint.
 
     A LoRA model yields its base model's weights with the active adapters merged in. The merged
@@ -74,7 +76,7 @@ def named_weights(
     )
 
 
-def weights_of(source: Any) -> Iterator[tuple[str, Tensor]]:
+def weights_of(source: Any) -> TensorStream:
     """Return the weights from any source that TorchRL's collectors accept.
 
     Args:
@@ -132,7 +134,7 @@ def named_adapters(model: nn.Module) -> Iterator[tuple[str, LoraDelta]]:
             yield name, LoraDelta(_whole(delta.a), _whole(delta.b), delta.scaling)
 
 
-def named_adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_adapter_weights(model: nn.Module) -> TensorStream:
     """Return the parameters of a LoRA model's adapters under their names in the model. All ranks of
     a sharded model must exhaust the iterator.
     """
@@ -158,9 +160,7 @@ def expected_weights(model: nn.Module) -> tuple[dict[str, torch.Size], set[str]]
     return every, (every.keys() - shapes(remove_duplicate=True).keys()) | buffers
 
 
-def to_checkpoint(
-    model: nn.Module, weights: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
+def to_checkpoint(model: nn.Module, weights: NamedTensors) -> TensorStream:
     """Convert a model's parameters to the names and shapes in its checkpoint, which vLLM reads.
 
     Most models need no conversion. Since transformers 5, some do: Mixtral has the weights of all
@@ -169,9 +169,7 @@ def to_checkpoint(
     return _convert(model, weights, reverse=True)
 
 
-def from_checkpoint(
-    model: nn.Module, weights: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
+def from_checkpoint(model: nn.Module, weights: NamedTensors) -> TensorStream:
     """Undo ``to_checkpoint``. The weights of all experts of a layer must be present."""
     from transformers.core_model_loading import dot_natural_key
 
@@ -180,9 +178,7 @@ def from_checkpoint(
     )
 
 
-def _convert(
-    model: nn.Module, weights: Iterable[tuple[str, Tensor]], *, reverse: bool
-) -> Iterator[tuple[str, Tensor]]:
+def _convert(model: nn.Module, weights: NamedTensors, *, reverse: bool) -> TensorStream:
     """Apply the rules of ``from_pretrained`` and ``save_pretrained`` for a model's checkpoints.
 
     transformers applies them to a whole state dict. Here weights come one at a time, and most do
@@ -204,7 +200,7 @@ def _convert(
     converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     waiting: dict[str, Any] = {}
 
-    def converted(name: str) -> Iterator[tuple[str, Tensor]]:
+    def converted(name: str) -> TensorStream:
         tensors = waiting.pop(name).convert(name, model=model, config=model.config)
         for target, value in tensors.items():
             yield target, value[0] if isinstance(value, list) else value
@@ -238,7 +234,7 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return tensor.full_tensor()
 
 
-def _merged_weights(base: nn.Module, layers: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _merged_weights(base: nn.Module, layers: dict[str, Any]) -> TensorStream:
     """Yield a model's parameters with its adapters merged in. Sharded parameters are merged part by
     part, without gathering.
     """
@@ -335,7 +331,7 @@ def check_weights(
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+def load_weights(model: nn.Module, weights: NamedTensors) -> None:
     """Copy weights into a model, if all are present and fit.
 
     Raises:

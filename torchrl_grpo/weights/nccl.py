@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,17 +29,24 @@ from torch import Tensor
 from torchrl_grpo.errors import TransferRefusedError
 from torchrl_grpo.weights.handle import (
     PART_BYTES,
-    Named,
     Part,
+    Shapes,
     TransferHandle,
     in_parts,
     staged,
     unpacked,
 )
 from torchrl_grpo.weights.meeting import Meeting, MeetingSender, connected
+from torchrl_grpo.weights.named import NamedTensors, TensorStream
 
 _BUFFERS = {"packed": True, "packed_buffer_size_bytes": PART_BYTES, "packed_num_buffers": 2}
 """vLLM's settings for packing weights; its default is a buffer of 1 GiB on each GPU."""
+_CLIENT_CALLS = (
+    "init_weight_transfer_engine",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+)
 _TICK = timedelta(seconds=1)
 
 
@@ -63,7 +71,7 @@ class NcclWeights(TransferHandle):
     parts: Sequence[Part]
 
     @property
-    def layout(self) -> list[tuple[str, tuple[int, ...]]]:
+    def layout(self) -> Shapes:
         return [entry for _, layout in self.parts for entry in layout]
 
     def init_info(self, workers: int) -> dict[str, Any] | None:
@@ -119,7 +127,7 @@ class NcclSender(MeetingSender):
         self._thread: threading.Thread | None = None
         self._group_id = b""
 
-    def pack(self, weights: Named, version: int) -> NcclWeights:
+    def pack(self, weights: NamedTensors, version: int) -> NcclWeights:
         # In host memory, to leave the GPU's memory to training.
         parts = [(staged(flat), part) for flat, part in in_parts(weights, self.dtype)]
         self._parts[version] = parts
@@ -194,12 +202,12 @@ class _Kept:
         layouts = ((getattr(torch, dtype), layout) for _, (dtype, layout) in self._parts)
         return [meta(name, dtype, shape) for dtype, layout in layouts for name, shape in layout]
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+    def __iter__(self) -> TensorStream:
         for flat, part in self._parts:
             yield from (_copied if torch.cuda.is_available() else unpacked)(flat, part)
 
 
-def _copied(flat: Tensor, part: Part) -> Iterator[tuple[str, Tensor]]:
+def _copied(flat: Tensor, part: Part) -> TensorStream:
     """Copy a part to the GPU and yield its weights to a reader that alternates between streams:
     each weight is ready on the stream that is current when the weight is requested.
     """
@@ -210,20 +218,6 @@ def _copied(flat: Tensor, part: Part) -> Iterator[tuple[str, Tensor]]:
         stream.wait_event(done)
         copy.record_stream(stream)  # its memory is not reused before this stream has read it
         yield named
-
-
-class _NoClient:
-    """Client that ignores the calls with which vLLM's trainer controls its engines, because here
-    the engines follow their handle.
-    """
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
-
-    def start_weight_update(self) -> None: ...
-
-    def update_weights(self, update_info: Any) -> None: ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
 def _new_group_id() -> bytes:
@@ -241,6 +235,8 @@ def _send(group: Any, parts: Sequence[tuple[Tensor, Part]]) -> None:
     """Send weights with vLLM's trainer side, in buffers with the workers' settings."""
     module = import_module("vllm.distributed.weight_transfer.nccl_engine")
     engine_class = module.NCCLTrainerWeightTransferEngine
-    engine = engine_class(client=_NoClient(), source=_Kept(parts), is_sender=True, **_BUFFERS)
+    # vLLM's trainer controls its engines through a client. Here they follow their handle.
+    client = SimpleNamespace(**dict.fromkeys(_CLIENT_CALLS, lambda *_, **__: None))
+    engine = engine_class(client=client, source=_Kept(parts), is_sender=True, **_BUFFERS)
     engine.model_update_group = group
     engine.send_weights()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from torchrl_grpo.weights.handle import Named, Sender, WeightHandle, on_host, tensor_bytes
+from torchrl_grpo.weights.handle import Sender, WeightHandle, on_host, tensor_bytes
+from torchrl_grpo.weights.named import NamedTensors, TensorStream
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class PackedWeights(WeightHandle):
 
     tensors: tuple[tuple[str, torch.dtype, torch.Size, np.ndarray[Any, Any]], ...]
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> TensorStream:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the memory is read-only, and is never written to
             views = [
@@ -45,7 +44,7 @@ class ObjectSender(Sender):
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
 
-    def pack(self, weights: Named, version: int) -> PackedWeights:
+    def pack(self, weights: NamedTensors, version: int) -> PackedWeights:
         values = ((name, on_host(weight, self.dtype)) for name, weight in weights)
         return PackedWeights(
             tuple((name, value.dtype, value.shape, tensor_bytes(value)) for name, value in values)

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchrl_grpo.weights.handle import (
-    Named,
     Part,
+    Shapes,
     TransferHandle,
     dtype_name,
     staged,
     tensor_bytes,
     unpacked,
 )
+from torchrl_grpo.weights.named import NamedTensors, TensorStream
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SharedBlock(TransferHandle):
     part: Part
 
     @property
-    def layout(self) -> list[tuple[str, tuple[int, ...]]]:
+    def layout(self) -> Shapes:
         return self.part[1]
 
     def updates(self) -> Iterator[dict[str, Any]]:
@@ -55,7 +55,7 @@ class SharedBlock(TransferHandle):
             "layers": [],
         }
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> TensorStream:
         if not os.path.exists(self.path) or self.name not in os.readlink(self.path):
             raise RuntimeError(
                 f"the shared weights at {self.path} are gone: their process has freed them."
@@ -116,7 +116,7 @@ class SharedWeights:
         >>> shared.close()
     """
 
-    def __init__(self, weights: Named, dtype: torch.dtype) -> None:
+    def __init__(self, weights: NamedTensors, dtype: torch.dtype) -> None:
         name = f"torchrl_grpo_weights_{uuid.uuid4().hex}"
         layout = []
         self._file = open(os.memfd_create(name), "wb")  # noqa: SIM115  closed by close

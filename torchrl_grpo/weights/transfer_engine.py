@@ -4,18 +4,17 @@ in its workers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchrl_grpo.weights.adapters import deltas_of
 from torchrl_grpo.weights.handle import Part
-from torchrl_grpo.weights.named import merged
+from torchrl_grpo.weights.named import NamedTensors, TensorStream, merged
 from torchrl_grpo.weights.shared import SharedBlock
 
 _base: Any = import_module("vllm.distributed.weight_transfer.base")
@@ -45,7 +44,7 @@ class UpdateInfo(_base.WeightTransferUpdateInfo):
     base_dtype: str
     layers: list[tuple[str, float]]
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> TensorStream:
         """Return the weights in the block, by name."""
         return SharedBlock(self.path, self.name, self.part).weights()
 
@@ -84,16 +83,14 @@ class ObjectStoreEngine(_base.WeightTransferEngine):
                 weights = self._merged(weights, update_info)
             self.loaded = self.model.load_weights(weights) or set()
 
-    def base(self) -> Iterator[tuple[str, Tensor]]:
+    def base(self) -> TensorStream:
         """Yield the weights of the checkpoint that the engine was started from, read from its
         files, which the host's page cache holds once for all workers and engines.
         """
         loader = _loader.get_model_loader(self.vllm_config.load_config)
         return loader.get_all_weights(self.model_config, self.model)
 
-    def _merged(
-        self, matrices: Iterable[tuple[str, Tensor]], info: UpdateInfo
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _merged(self, matrices: NamedTensors, info: UpdateInfo) -> TensorStream:
         """Yield the base weights with adapters added, on this worker's device."""
         deltas = deltas_of(info.layers, matrices, self.device)
         for name, weight in self.base():
@@ -105,9 +102,7 @@ class ObjectStoreEngine(_base.WeightTransferEngine):
 
 
 @contextmanager
-def _pinned(
-    weights: Iterator[tuple[str, Tensor]], device: torch.device
-) -> Iterator[Iterable[tuple[str, Tensor]]]:
+def _pinned(weights: TensorStream, device: torch.device) -> Iterator[NamedTensors]:
     """Context with the weights of a block by name, while its memory is pinned for a CUDA device."""
     named = list(weights)
     blocks = [named[0][1].untyped_storage()] if named and device.type == "cuda" else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -75,19 +74,8 @@ class WithTools(WrappedTask):
         return turn
 
     def _run(self, dialog: Dialog) -> Turn:
-        messages: list[Message] = []
-        errors = 0
-        start = time.perf_counter()
-        for number, call in enumerate(self.toolbox.calls(dialog.speech)):
-            text, succeeded = self.toolbox.run(call)
-            errors += not succeeded
-            messages.append(tool_message(call.name, text, number))
-        seconds = time.perf_counter() - start
-        return Turn(
-            messages,
-            None,
-            {"tools/calls": len(messages), "tools/errors": errors, "tools/seconds": seconds},
-        )
+        messages, counts = self.toolbox.run_all(self.toolbox.calls(dialog.speech))
+        return Turn(messages, None, counts)
 
     def tool_failure_reply(self, dialog: Dialog, why: str) -> list[Message] | None:
         calls = self.toolbox.calls(dialog.speech) if dialog.finish_reason == "stop" else ()

@@ -31,11 +31,13 @@ class Instance:
     Attributes:
         environment: the object; None before it is constructed.
         rewards: rewards of its steps so far.
+        timeout_s: seconds that a coroutine of the environment may take; None is unbounded.
     """
 
     def __init__(self) -> None:
         self.environment: Any = None
         self.rewards: list[float] = []
+        self.timeout_s: float | None = None
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._ended = threading.Event()
         threading.Thread(target=self._serve, name="environment", daemon=True).start()

@@ -28,6 +28,12 @@ _SHARD = re.compile(r"[-_.]\d+-of-\d+$")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 Row = dict[str, Any]
+NumberedRows = Iterator[tuple[int | None, Row]]
+"""Rows of a file, each with its line."""
+Origin = tuple[int, str, Sequence[int | None]]
+"""A file: the index of its first row, its name, and the line of each row, or its index in the file
+where there are no lines.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,17 +42,16 @@ class Table:
 
     Attributes:
         data: the rows, a ``datasets.Dataset``.
-        parts: for each part in order, the index of its first row, its name, and the line of each
-            row. A part without lines names a row by its index in the part.
+        origins: the files that the rows come from, in order.
         encoded: columns stored as JSON in ``data``, because their values have different types or
             are nested.
-        rows: for each row, its index in ``parts``; None if these are the same.
+        rows: for each row, its index in ``origins``; None if these are the same.
         aligned: columns whose nested values are read without the keys that are None, because Arrow
             gives each row the keys of all rows; what is ``encoded`` has its own.
     """
 
     data: Any
-    parts: Sequence[tuple[int, str, Sequence[int | None]]] = ()
+    origins: Sequence[Origin] = ()
     encoded: frozenset[str] = frozenset()
     rows: Sequence[int] | None = None
     aligned: frozenset[str | None] = frozenset()
@@ -86,7 +91,8 @@ class Table:
     def where(self, index: int) -> str:
         """Return the location of a row, such as ``data.jsonl:7`` or ``openai/gsm8k train[6]``."""
         index = index if self.rows is None else self.rows[index]
-        first, name, lines = self.parts[bisect_right([part[0] for part in self.parts], index) - 1]
+        firsts = [origin[0] for origin in self.origins]
+        first, name, lines = self.origins[bisect_right(firsts, index) - 1]
         line = lines[index - first] if lines else None
         return f"{name}[{index - first}]" if line is None else f"{name}:{line}"
 
@@ -103,7 +109,7 @@ class Table:
         return _unpickle, (
             self.data[:],
             self.data.features,
-            self.parts,
+            self.origins,
             self.encoded,
             self.rows,
             self.aligned,
@@ -283,13 +289,13 @@ class Files:
         if ".parquet" in kinds:
             return self._read_parquet(paths, most)
         rows: list[Row] = []
-        parts: list[tuple[int, str, Sequence[int | None]]] = []
+        origins: list[Origin] = []
         for path in paths:
             limit = None if most is None else most - len(rows)
             numbered_rows = list(islice(_READERS[path.suffix](path), limit))
-            parts.append((len(rows), str(path), [line for line, _ in numbered_rows]))
+            origins.append((len(rows), str(path), [line for line, _ in numbered_rows]))
             rows += [row for _, row in numbered_rows]
-        return _table(rows, parts)
+        return _table(rows, origins)
 
     def file(self, path: str) -> Path:
         """Return the path of a file that a row names, relative to the data's file or folder."""
@@ -324,9 +330,9 @@ class Files:
         from datasets import concatenate_datasets, load_dataset
 
         tables: list[Any] = []
-        parts: list[tuple[int, str, Sequence[int | None]]] = []
+        origins: list[Origin] = []
         for path in paths:
-            parts.append((sum(len(table) for table in tables), str(path), ()))
+            origins.append((sum(len(table) for table in tables), str(path), ()))
             try:
                 tables.append(
                     load_dataset("parquet", data_files={"train": [str(path)]}, split="train")
@@ -336,7 +342,7 @@ class Files:
                 raise ValueError(
                     f"{path} must be a parquet file, got {reason:.200}: write it again."
                 ) from error
-        return Table(concatenate_datasets(_same_types(tables, paths)), parts).first(most)
+        return Table(concatenate_datasets(_same_types(tables, paths)), origins).first(most)
 
 
 def _same_types(tables: Sequence[Any], paths: Sequence[Path]) -> list[Any]:
@@ -371,7 +377,7 @@ def _same_types(tables: Sequence[Any], paths: Sequence[Path]) -> list[Any]:
     ]
 
 
-def _table(rows: Sequence[Row], parts: Sequence[tuple[int, str, Sequence[int | None]]]) -> Table:
+def _table(rows: Sequence[Row], origins: Sequence[Origin]) -> Table:
     """Convert rows to columns. A column of text, or of numbers of one type, is unchanged; all
     others become JSON.
     """
@@ -389,10 +395,10 @@ def _table(rows: Sequence[Row], parts: Sequence[tuple[int, str, Sequence[int | N
             values = [None if value is None else json.dumps(value) for value in values]
             encoded.add(name)
         columns[name] = values
-    return Table(Dataset.from_dict(columns), parts, frozenset(encoded))
+    return Table(Dataset.from_dict(columns), origins, frozenset(encoded))
 
 
-def _lines(path: Path) -> Iterator[tuple[int | None, Row]]:
+def _lines(path: Path) -> NumberedRows:
     """Yield the rows of a jsonl file; empty lines are skipped."""
     # Bytes, so that a line that is not UTF-8 is reported like any other malformed line.
     for number, line in enumerate(path.read_bytes().removeprefix(BOM_UTF8).splitlines(), start=1):
@@ -428,7 +434,7 @@ def _encodable(row: Row, where: str) -> Row:
     return row
 
 
-def _json(path: Path) -> Iterator[tuple[int | None, Row]]:
+def _json(path: Path) -> NumberedRows:
     """Yield the rows of a json file: a list of objects, one object, or one object per line."""
     text = path.read_bytes().removeprefix(BOM_UTF8)
     try:
@@ -450,7 +456,7 @@ def _json(path: Path) -> Iterator[tuple[int | None, Row]]:
         yield None, _encodable(row, where)
 
 
-def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
+def _csv(path: Path) -> NumberedRows:
     """Yield the rows of a csv file with a header. Values are text; missing ones are None."""
     line = 1
     try:
@@ -483,7 +489,7 @@ def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
 
 
 # Each yields rows with their line, or None.
-_READERS: dict[str, Callable[[Path], Iterator[tuple[int | None, Row]]]] = {
+_READERS: dict[str, Callable[[Path], NumberedRows]] = {
     ".jsonl": _lines,
     ".json": _json,
     ".csv": _csv,

@@ -35,7 +35,7 @@ from torchrl_grpo.images import message_content
 from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task, Turn, WrappedTask
 from torchrl_grpo.tasks.instances import Instance
 from torchrl_grpo.tasks.with_rewards import Rewards
-from torchrl_grpo.tools import Toolbox, tool_message
+from torchrl_grpo.tools import Toolbox
 from torchrl_grpo.tools.toolbox import Parser, parse_tool_calls
 
 COLUMN = "environment"
@@ -280,7 +280,8 @@ class WithEnvironment(WrappedTask):
                 f"the dialog {dialog.episode!r} must be opened before its first turn, but it was "
                 "not."
             )
-        return instance.call(partial(play, instance, dialog, timeout_s))
+        instance.timeout_s = timeout_s
+        return instance.call(partial(play, instance, dialog))
 
     def _wait(
         self, future: Future[Turn], end: float | None, timeout_s: float | None
@@ -307,33 +308,31 @@ class WithEnvironment(WrappedTask):
 
     # In the thread of an instance
 
-    def _open(self, instance: Instance, dialog: Dialog, timeout_s: float | None) -> Turn:
+    def _open(self, instance: Instance, dialog: Dialog) -> Turn:
         kind = self.kind_of(dialog.problem)
         instance.environment = kind.make()
         arguments = kind.arguments(self._columns(dialog.problem))
-        observation = wait_for_result(instance.environment.reset(**arguments), timeout_s)
+        observation = wait_for_result(instance.environment.reset(**arguments), instance.timeout_s)
         prompt = _prompt(dialog.messages, observation, kind.name)
         return Turn(prompt, None, tools=kind.toolbox.schemas)
 
-    def _play(self, instance: Instance, dialog: Dialog, timeout_s: float | None) -> Turn:
+    def _play(self, instance: Instance, dialog: Dialog) -> Turn:
         kind = self.kind_of(dialog.problem)
         turn = Turn(None, None)
         # Otherwise its last observation did not fit into the context.
         has_new_turn = len(instance.rewards) < len(dialog.responses)
         if kind.steps and has_new_turn:
-            turn = self._step(instance, kind, dialog, timeout_s)
+            turn = self._step(instance, kind, dialog)
         elif not kind.steps and dialog.finish_reason == "stop":
-            turn = self._call(instance, kind, dialog, timeout_s)
+            turn = self._call(instance, kind, dialog)
         if turn.messages is None or dialog.last:
-            turn = replace(turn, score=self._score(instance, kind, dialog, timeout_s))
+            turn = replace(turn, score=self._score(instance, kind, dialog))
         return turn
 
-    def _step(
-        self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None
-    ) -> Turn:
+    def _step(self, instance: Instance, kind: Kind, dialog: Dialog) -> Turn:
         options = {"truncated": dialog.finish_reason == "length"} if kind.takes_truncated else {}
         result = wait_for_result(
-            instance.environment.step(dialog.responses[-1], **options), timeout_s
+            instance.environment.step(dialog.responses[-1], **options), instance.timeout_s
         )
         try:
             observation, value, done = result
@@ -353,42 +352,29 @@ class WithEnvironment(WrappedTask):
         messages = None if done else [{"role": "user", "content": content}]
         return Turn(messages, None, {}, reward)
 
-    def _call(
-        self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None
-    ) -> Turn:
+    def _call(self, instance: Instance, kind: Kind, dialog: Dialog) -> Turn:
         toolbox = kind.tools_of(instance.environment)
         calls = toolbox.calls(dialog.speech)
-        start = time.perf_counter()
         if not calls:
             return Turn(None, None)
-        results = [(call.name, *toolbox.run(call)) for call in calls]
+        messages, counts = toolbox.run_all(calls)
         reward, done = kind.outcome(instance.environment)
-        messages = [
-            tool_message(name, text, number) for number, (name, text, _) in enumerate(results)
-        ]
-        counts: dict[str, float] = {
-            "tools/calls": len(calls),
-            "tools/errors": sum(not succeeded for _, _, succeeded in results),
-        }
-        counts["tools/seconds"] = time.perf_counter() - start
         return Turn(None if done else messages, None, counts, reward)
 
-    def _score(
-        self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None
-    ) -> Score:
+    def _score(self, instance: Instance, kind: Kind, dialog: Dialog) -> Score:
         if self.judged:
             return self.task.judge(dialog)
         own: float | None = None
         if kind.steps:
             own = sum(instance.rewards)
         elif kind.owns_reward:
-            value = wait_for_result(instance.environment.get_reward(), timeout_s)
+            value = wait_for_result(instance.environment.get_reward(), instance.timeout_s)
             own = check_reward(value, f"get_reward of {kind.name}")
         if self.rewards is None:
             assert own is not None
             return Score(own, own >= 1)
         dialog = replace(dialog, environment=instance.environment)
-        score = self.rewards.start(dialog, timeout_s).result()
+        score = self.rewards.start(dialog, instance.timeout_s).result()
         if own is None:
             return score
         return Score(score.reward + own, own >= 1, {**score.parts, kind.name: own})

@@ -8,6 +8,7 @@ import copy
 import inspect
 import json
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -202,6 +203,22 @@ class Toolbox:
         except (Exception, SystemExit) as error:
             return f"error: {type(error).__name__}: {error}"[:_MAX_RESULT_CHARACTERS], False
         return _cut(result), True
+
+    def run_all(self, calls: Sequence[ToolCall]) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """Run the calls of a turn. Return a message for each result, and counts for metrics."""
+        start = time.perf_counter()
+        messages = []
+        errors = 0
+        for number, call in enumerate(calls):
+            content, succeeded = self.run(call)
+            errors += not succeeded
+            messages.append(tool_message(call.name, content, number))
+        seconds = time.perf_counter() - start
+        return messages, {
+            "tools/calls": len(messages),
+            "tools/errors": errors,
+            "tools/seconds": seconds,
+        }
 
     def _problem(self, call: ToolCall) -> str:
         if call.name not in self.functions:

@@ -19,6 +19,23 @@ from torchrl_grpo.transforms.reward import RewardShaping
 from torchrl_grpo.transforms.teacher import TeacherAdvantage
 from torchrl_grpo.transforms.whitening import AdvantageWhitening
 
+_SAME_NAMES = (
+    "ratio_level",
+    "aggregation",
+    "dual_clip",
+    "behaviour_weight",
+    "behaviour_level",
+    "behaviour_cap",
+    "behaviour_floor",
+    "rejection",
+    "top_entropy_quantile",
+    "score_centering",
+    "mask_truncated",
+    "kl_bias_correction",
+    "teacher_clip",
+)
+"""Options of the loss that have the same name in ``policy``."""
+
 
 def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLoss:
     """Make the loss of a config, around an actor network.
@@ -39,27 +56,15 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
         actor_network,
         part=("objective", Surrogate),
         clip_epsilon=config.clip_epsilon,
-        ratio_level=policy.ratio_level,
-        aggregation=policy.aggregation,
         constant_length=policy.constant_length or config.max_response_tokens,
-        dual_clip=policy.dual_clip,
         proximal="current" if once else policy.proximal,
-        behaviour_weight=policy.behaviour_weight,
-        behaviour_level=policy.behaviour_level,
-        behaviour_cap=policy.behaviour_cap,
-        behaviour_floor=policy.behaviour_floor,
-        rejection=policy.rejection,
-        top_entropy_quantile=policy.top_entropy_quantile,
-        score_centering=policy.score_centering,
-        mask_truncated=policy.mask_truncated,
         kl_estimator=config.kl_estimator,
         kl_to_ref_coeff=0.0 if policy.kl_in_reward else policy.kl_coef,
-        kl_bias_correction=policy.kl_bias_correction,
         kl_to_inference_coeff=policy.kl_to_behaviour_coef,
         entropy_coeff=policy.entropy_coef,
         teacher_coeff=config.teacher_in_loss,
-        teacher_clip=policy.teacher_clip,
         sft_coeff=policy.sft_coef,
+        **{name: getattr(policy, name) for name in _SAME_NAMES},
     )
 
 

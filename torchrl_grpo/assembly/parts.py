@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchrl.envs import Transform
@@ -54,7 +53,6 @@ from torchrl_grpo.models.sharding import loading_device, lone_mesh, shard_model
 from torchrl_grpo.runtime.actors import own_address
 from torchrl_grpo.runtime.placement import own_device
 from torchrl_grpo.runtime.reference import Reference
-from torchrl_grpo.tasks.drawing import Drawn
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.teacher import TeacherScoring, TeacherStates
 from torchrl_grpo.weights import Transfer, make_sender
@@ -265,16 +263,12 @@ def make_sampler(
     )
 
 
-def _writers(
-    context: Context, demonstrations: Demonstrations | None
-) -> list[Callable[[Drawn, Sequence[TensorDictBase]], None]]:
+def _writers(context: Context, demonstrations: Demonstrations | None) -> list[Any]:
     """Return what adds entries to the rows of each group that a sampler has played."""
-    writers: list[Callable[[Drawn, Sequence[TensorDictBase]], None]] = []
+    give = None
     if demonstrations is not None and context.config.policy.sft_coef:
-        writers.append(demonstrations.give)
-    if context.teacher_prompts is not None:
-        writers.append(context.teacher_prompts)
-    return writers
+        give = demonstrations.give
+    return [*filter(None, (give, context.teacher_prompts))]
 
 
 def make_engine(

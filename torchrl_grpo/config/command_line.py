@@ -31,7 +31,7 @@ from omegaconf.errors import (
 
 from torchrl_grpo.compat.hydra import options_parser
 from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
-from torchrl_grpo.config.fields import written
+from torchrl_grpo.config.fields import split_override, written
 from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.config.rules import (
     check_choice,
@@ -105,8 +105,7 @@ def from_hydra(
         if find_saved is not None and (saved := find_saved(merged.train.resume)) is not None:
             merged = on_saved_config(merged, overrides, *saved)
             check_integers("", OmegaConf.to_container(merged))
-        names = {text.lstrip("+").partition("=")[0] for text in overrides}
-        prefixes = {".".join(name.split(".")[:2]) for name in names}
+        prefixes = {".".join(name.split(".")[:2]) for name, _ in map(split_override, overrides)}
         if "env.environment" in prefixes and not prefixes & {"env.dataset", "env.datasets"}:
             merged.env.dataset = None
         if merged.env.max_steps is not None:
@@ -131,7 +130,7 @@ def _set_by_preset(message: str, config: GRPOConfig, overrides: Sequence[str]) -
     """Return a hint at the keys in a message whose values come from ``algo/NAME.yaml``, and how to
     undo them.
     """
-    typed = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
+    typed = dict(map(split_override, overrides))
     name = typed.get("algo") or (
         HydraConfig.get().runtime.choices.get("algo") if HydraConfig.initialized() else None
     )
@@ -235,9 +234,8 @@ def split_command_line(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _check_once(overrides: Sequence[str]) -> None:
     """Refuse a key with two values, of which Hydra would take the last one."""
     values: dict[str, str] = {}
-    for text in overrides:
-        name, _, value = text.lstrip("+").partition("=")
-        if name in values and not text.startswith("~"):
+    for name, value in map(split_override, overrides):
+        if name in values and not name.startswith("~"):
             raise ConfigError(
                 f"{name}={value} must be the only value of {name}, which has {values[name]} too: "
                 f"leave one of them out, or sweep over both (--multirun {name}={values[name]},{value})."
@@ -283,7 +281,7 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
             several keys for the length of a run are set.
     """
     _check_form(arguments)
-    values = dict(text.lstrip("+").partition("=")[::2] for text in arguments)
+    values = dict(map(split_override, arguments))
     missing: list[str] = []
     for name, value in values.items():
         if any("\ud800" <= character <= "\udfff" for character in value):
@@ -309,8 +307,7 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
     for name in ("hydra.run.dir", "hydra.sweep.dir"):
         if name in values and "$" not in values[name]:
             _check_folder(name, Path(values[name].strip("'\"")))
-    for text in arguments:
-        name, _, value = text.lstrip("+").partition("=")
+    for name, value in map(split_override, arguments):
         for number in re.findall(r"-?\d{19,}", value):
             check_integers(name, int(number[:4000]))
         item = FIELDS.get(name)
@@ -379,7 +376,7 @@ def _explain(error: Exception, arguments: Sequence[str]) -> str:
         )
         list_name = next(lists_on_command_line, lists[-1]) if in_entry else name
         return _explain_entry(cause, key, list_name)
-    overrides = {text.lstrip("+~").partition("=")[0]: text for text in arguments}
+    overrides = {split_override(text.lstrip("~"))[0]: text for text in arguments}
     typed = next((key for key in overrides if key == name or key.startswith(f"{name}.")), name)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return _unknown(typed, overrides.get(typed, name))
@@ -392,8 +389,8 @@ def _unreadable(error: OverrideParseException) -> str:
     """Return the error for an override that Hydra's grammar does not allow, usually for lack of
     quotes.
     """
-    key, _, value = error.override.partition("=")
-    name = key.lstrip("+")
+    key = error.override.partition("=")[0]
+    name, value = split_override(error.override)
     if name not in FIELDS or "str" not in _type_of(GRPOConfig, name).split(" | "):
         return f"{error.override} must be an override that Hydra can read:\n{error}"
     # Hydra treats a backslash as an escape only before a quote.

@@ -43,3 +43,13 @@ def written(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def split_override(text: str) -> tuple[str, str]:
+    """Return key and value of an override. The key of one that deletes begins with ``~``.
+
+    >>> split_override("+env.task.level=3")
+    ('env.task.level', '3')
+    """
+    name, _, value = text.lstrip("+").partition("=")
+    return name, value

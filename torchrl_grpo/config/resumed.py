@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from omegaconf import MISSING, OmegaConf
 
-from torchrl_grpo.config.fields import plain, written
+from torchrl_grpo.config.fields import plain, split_override, written
 from torchrl_grpo.config.rules import check_integers, check_values
 from torchrl_grpo.config.schema import LENGTHS, GRPOConfig
 from torchrl_grpo.config.security import from_outside
@@ -83,7 +83,7 @@ def on_saved_config(
     Raises:
         ConfigError: an override changes a fixed option, or the saved config must not be used.
     """
-    names = {text.lstrip("+~").partition("=")[0] for text in overrides} | {"train.resume"}
+    names = {split_override(text.lstrip("~"))[0] for text in overrides} | {"train.resume"}
     names = {
         "policy" if name == "algo" else name for name in names
     }  # an algorithm is a file of policy options

@@ -7,11 +7,10 @@ Source: Anthropic's API reference, messages.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from torchrl_grpo.integrations.agents.protocol import Answer
+from torchrl_grpo.tasks.base import Dialog
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _THOUGHTS = ("thinking", "redacted_thinking")
@@ -99,40 +98,49 @@ def _tool(tool: Any) -> Any:
     return {"type": "function", "function": function | description}
 
 
-def body(answer: Answer) -> dict[str, Any]:
-    """Return the answer as one object."""
-    calls = [
+def body(
+    number: int,
+    model: str,
+    text: str,
+    calls: Sequence[Mapping[str, Any]],
+    finish_reason: str,
+    stop: str | None,
+    dialog: Dialog,
+) -> dict[str, Any]:
+    """Return an answer as one object; see ``agents.protocol.Answer``."""
+    uses = [
         {
             "type": "tool_use",
             "id": call["id"],
             "name": call["function"]["name"],
             "input": json.loads(call["function"]["arguments"]),
         }
-        for call in answer.calls
+        for call in calls
     ]
     return {
-        "id": f"msg_{answer.number}",
+        "id": f"msg_{number}",
         "type": "message",
         "role": "assistant",
-        "model": answer.request.model,
+        "model": model,
         "content": [
-            *([{"type": "text", "text": answer.text}] if answer.text or not calls else []),
-            *calls,
+            *([{"type": "text", "text": text}] if text or not uses else []),
+            *uses,
         ],
-        "stop_reason": _REASONS.get(
-            answer.finish_reason, "end_turn" if answer.stop is None else "stop_sequence"
-        ),
-        "stop_sequence": answer.stop,
+        "stop_reason": _REASONS.get(finish_reason, "end_turn" if stop is None else "stop_sequence"),
+        "stop_sequence": stop,
         "usage": {
-            "input_tokens": answer.dialog.prompt_tokens,
-            "output_tokens": len(answer.dialog.tokens),
+            "input_tokens": dialog.prompt_tokens,
+            "output_tokens": len(dialog.tokens),
         },
     }
 
 
-def events(answer: Answer) -> Iterator[dict[str, Any]]:
-    """Yield the answer as the events of a stream."""
-    message = body(answer)
+def events(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield an answer as the events of a stream.
+
+    Args:
+        message: the answer as one object.
+    """
     start = message | {"content": [], "stop_reason": None, "stop_sequence": None}
     yield {"type": "message_start", "message": start}
     empty: dict[str, Any]

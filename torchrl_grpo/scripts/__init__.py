@@ -8,7 +8,6 @@ it is clear that there is something to do.
 from __future__ import annotations
 
 import signal
-import sys
 
 
 def start_grpo() -> None:
@@ -24,17 +23,7 @@ def start_grpo_async() -> None:
 def _start(*, asynchronous: bool) -> None:
     # Until there is a run to save, Ctrl-C just ends the process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from torchrl_grpo.host.startup import leave
     from torchrl_grpo.scripts.grpo import job
-    from torchrl_grpo.scripts.job import command
+    from torchrl_grpo.scripts.job import start
 
-    status = 0
-    try:
-        command(job(asynchronous=asynchronous))
-    except SystemExit as end:
-        if not isinstance(end.code, int | None):
-            raise
-        status = end.code or 0
-    if sys.orig_argv[1:2] == sys.argv[:1]:  # not run by a test, debugger or profiler
-        leave(status)
-    sys.exit(status)
+    start(job(asynchronous=asynchronous))

@@ -8,8 +8,7 @@ import hydra
 from omegaconf import DictConfig
 
 from torchrl_grpo.config import CONFIG_FILES
-from torchrl_grpo.scripts import start_grpo
-from torchrl_grpo.scripts.job import train
+from torchrl_grpo.scripts.job import start, train
 
 
 def job(*, asynchronous: bool) -> Callable[[], None]:
@@ -26,4 +25,4 @@ def job(*, asynchronous: bool) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    start_grpo()
+    start(job(asynchronous=False))

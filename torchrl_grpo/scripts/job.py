@@ -112,6 +112,20 @@ ConfigStore.instance().store(
 )
 
 
+def start(main: Callable[[], object]) -> None:
+    """Run a command, and end this process with its status."""
+    status = 0
+    try:
+        command(main)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        status = end.code or 0
+    if sys.orig_argv[1:2] == sys.argv[:1]:  # not run by a test, debugger or profiler
+        startup.leave(status)
+    sys.exit(status)
+
+
 def command(main: Callable[[], object]) -> None:
     """Let ``main`` handle the command line, and write the report of a sweep."""
     Sweep.folder = None

@@ -478,7 +478,15 @@ class Answer:
     def body(self) -> dict[str, Any]:
         """Return the answer as one object."""
         if self.request.path == ANTHROPIC:
-            return anthropic.body(self)
+            return anthropic.body(
+                self.number,
+                self.request.model,
+                self.text,
+                self.calls,
+                self.finish_reason,
+                self.stop,
+                self.dialog,
+            )
         choice: dict[str, Any] = {
             "index": 0,
             "finish_reason": self.finish_reason,
@@ -497,7 +505,7 @@ class Answer:
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the answer as a few stream events; all of it is known at once."""
         if self.request.path == ANTHROPIC:
-            yield from anthropic.events(self)
+            yield from anthropic.events(self.body())
             return
         choice = self.body()["choices"][0]
         head = self._head(".chunk")

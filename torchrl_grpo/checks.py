@@ -9,7 +9,7 @@ imported.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
@@ -136,6 +136,12 @@ def check_multiple(name: str, value: int, of: int, of_what: str) -> None:
         raise ValueError(f"{name}={value} must be a multiple of {of_what}: use {use}.")
 
 
+def did_you_mean(name: str, names: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
+    """Return a hint at the most similar name, or ``otherwise`` if no name is similar enough."""
+    similar = difflib.get_close_matches(name, list(names), 1, cutoff)
+    return f"did you mean {similar[0]}?" if similar else otherwise
+
+
 def check_argument(
     field: str, name: str, names: Collection[str], set_by: Mapping[str, str], what: str
 ) -> None:
@@ -153,9 +159,7 @@ def check_argument(
             f"{field} must be left out, because another key sets it: use {set_by[name]}."
         )
     if name not in names:
-        close = difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean {close[0]}?" if close else "leave it out."
-        raise ValueError(f"{field} must be {what}: {hint}")
+        raise ValueError(f"{field} must be {what}: {did_you_mean(name, names, 'leave it out.')}")
 
 
 def exact_context(config: Any) -> int | None:

@@ -29,6 +29,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from torchrl_grpo.checks import did_you_mean
 from torchrl_grpo.compat.hydra import options_parser
 from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
 from torchrl_grpo.config.fields import split_override, written
@@ -36,7 +37,6 @@ from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.config.rules import (
     check_choice,
     check_integers,
-    did_you_mean,
     validate,
 )
 from torchrl_grpo.config.schema import (

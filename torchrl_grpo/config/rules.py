@@ -6,9 +6,8 @@ Rules are rows of tables, which ``validate`` checks in order and ``docs/config.m
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -27,6 +26,7 @@ from torchrl_grpo.checks import (
     check_sampling_rounds,
     check_score_centering,
     check_top_entropy,
+    did_you_mean,
 )
 from torchrl_grpo.config import (
     engine,
@@ -171,12 +171,6 @@ def check_choice(name: str, value: Any, names: Collection[str], also: Sequence[s
     if value not in (*names, *also):
         hint = did_you_mean(str(value), names, f"for example, {name}={next(iter(names))}.")
         raise ConfigError(f"{name}={value} must be one of {', '.join(names)}: {hint}")
-
-
-def did_you_mean(name: str, names: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
-    """Return a hint at the most similar name, or ``otherwise`` if no name is similar enough."""
-    similar = difflib.get_close_matches(name, list(names), 1, cutoff)
-    return f"did you mean {similar[0]}?" if similar else otherwise
 
 
 def check_integers(name: str, value: Any) -> None:

@@ -106,8 +106,9 @@ def write_manifest(
         manifest: ``step``, ``config`` and ``metrics``.
         files: size and SHA-256 of each file (``sizes_and_sha256``).
     """
+    entries = {**manifest, _FILES: files}
     with (folder / MANIFEST).open("wb") as file:
-        file.write(_with_digest({**manifest, _FILES: files}))
+        file.write(json.dumps(entries | {_CHECK: _digest(entries)}).encode())
         file.flush()
         os.fsync(file.fileno())
 
@@ -246,10 +247,6 @@ def check_whole(path: Path) -> None:
                 f"{path.name} is damaged: {name} does not have the checksum that it was "
                 "written with"
             )
-
-
-def _with_digest(manifest: dict[str, Any]) -> bytes:
-    return json.dumps(manifest | {_CHECK: _digest(manifest)}).encode()
 
 
 def _digest(manifest: dict[str, Any]) -> str:

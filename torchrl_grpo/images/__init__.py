@@ -25,6 +25,8 @@ _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """Pillow's transposition for each orientation; those from 5 on exchange width and height."""
 _FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 """Pillow's names of the formats that are read. Others may start programs, such as Ghostscript."""
+Content = str | list[dict[str, Any]]
+"""Content of a message: text, or its parts."""
 PLACEHOLDER = "<image>"
 """Stands for an image in text shown to people, and in the text of data sets."""
 
@@ -317,7 +319,7 @@ def place_images(
 _IMAGE_KEYS = {"type", "image"}
 
 
-def message_content(value: Any, what: str) -> str | list[dict[str, Any]] | None:
+def message_content(value: Any, what: str) -> Content | None:
     """Return what a tool, an environment or a task shows as the content of a message; None if it
     is neither an image nor a list of texts and images.
 

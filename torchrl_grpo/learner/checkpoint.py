@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.checks import check_keep
 from torchrl_grpo.compat.torch import FileReader
-from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError, NotSavedError
+from torchrl_grpo.errors import ConfigError, NonFiniteError
 from torchrl_grpo.host.checkpoint_files import (
     STATE,
     check_whole,
@@ -29,7 +29,6 @@ from torchrl_grpo.host.checkpoint_files import (
 )
 from torchrl_grpo.host.clock import run_date
 from torchrl_grpo.host.extras import load_extra
-from torchrl_grpo.host.files import is_full
 from torchrl_grpo.host.folders import numbered
 from torchrl_grpo.host.text import size
 from torchrl_grpo.images.families import family_of
@@ -159,16 +158,6 @@ class Checkpointer:
         """Return the manifest of a checkpoint: its step, config, evaluation, and the run's date."""
         date = run_date().isoformat()
         return {"step": step, "config": self.config, "metrics": self.metrics, "date": date}
-
-    def not_saved(self, path: Path, error: BaseException) -> BaseException:
-        """Return the exception to raise after ``error`` interrupted the writing of a checkpoint."""
-        if is_full(error):
-            return DiskFullError(f"there is no room for {path.name} in {self.directory}")
-        if isinstance(error, OSError):
-            return NotSavedError(
-                f"{path.name} cannot be written in {self.directory} ({error.strerror})"
-            )
-        return error
 
     def remove_old(self) -> None:
         """Remove the checkpoints that ``train.keep_checkpoints`` does not keep. The newest one

@@ -101,13 +101,7 @@ def export_model(
         if isinstance(error, Exception):
             deque(named, maxlen=0)  # the other ranks only take part in gathering
         shutil.rmtree(staging, ignore_errors=True)
-        if is_full(error):
-            raise DiskFullError(f"there is no room for the model in {target.parent}") from None
-        if isinstance(error, OSError):
-            raise NotSavedError(
-                f"the model cannot be written in {target.parent} ({error.strerror})"
-            ) from error
-        raise
+        raise not_saved(error, "the model", target.parent) from None
     if target.exists():
         target.rename(old)
     staging.rename(target)
@@ -150,6 +144,17 @@ def _write_weights(folder: Path, named: NamedTensors) -> None:
     if several:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2)
         (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
+
+
+def not_saved(error: BaseException, what: str, folder: Path) -> BaseException:
+    """Return the error to raise where a file is not written: ``DiskFullError``, ``NotSavedError`` or,
+    if it is about something else, the error itself.
+    """
+    if is_full(error):
+        return DiskFullError(f"there is no room for {what} in {folder}")
+    if isinstance(error, OSError):
+        return NotSavedError(f"{what} cannot be written in {folder} ({error.strerror})")
+    return error
 
 
 def check_room(directory: Path, needed: int, what: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchrl_grpo.host.checkpoint_files import STATE, sizes_and_sha256, write_manifest
 from torchrl_grpo.learner.checkpoint import Checkpointer, bytes_of, check_finite, set_aside
-from torchrl_grpo.learner.export import check_room
+from torchrl_grpo.learner.export import check_room, not_saved
 from torchrl_grpo.learner.parts import files_of, write_parts
 from torchrl_grpo.models.sharding import WEIGHTS, is_shared, local_part, own_parts
 
@@ -104,7 +104,7 @@ class CheckpointWriter:
         except BaseException as error:
             if rank == 0:
                 shutil.rmtree(write.staging, ignore_errors=True)
-            raise write.checkpointer.not_saved(write.path, error) from None
+            raise not_saved(error, write.path.name, write.checkpointer.directory) from None
 
     def _together(self, work: Callable[[], _T]) -> list[_T]:
         """Do a rank's work. Return the results of all ranks, or raise the error of the first rank

@@ -7,13 +7,12 @@ One with the parameters of another library's reward functions is called in their
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_grpo.checks import check_reward
+from torchrl_grpo.checks import check_reward, did_you_mean
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.rewards.spec import RewardEntry
 
@@ -109,8 +108,7 @@ class RewardFunction:
         unknown = sorted(set(self.options) - self._names)
         if unknown and not self._takes_rest:
             keys = sorted({"name", "weight"} | self._names)
-            close = difflib.get_close_matches(unknown[0], keys, 1)
-            hint = f"did you mean {close[0]}?" if close else f"use some of {keys}."
+            hint = did_you_mean(unknown[0], keys, f"use some of {keys}.")
             raise ValueError(
                 f"reward {self.name} must accept its options, but it has no {', '.join(unknown)}: "
                 f"{hint}"

@@ -8,7 +8,6 @@ there.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import importlib
@@ -22,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torchrl_grpo.checks import did_you_mean
 from torchrl_grpo.rewards import BUILTINS
 
 Sources = dict[str, tuple[str, str]]
@@ -65,8 +65,7 @@ def _load(
     if full.endswith(".py"):
         place, function = full, ""
     if not place or not (function or place.endswith(".py")):
-        close = difflib.get_close_matches(name, builtins, 1)
-        fix = f"did you mean {close[0]}?" if close else "use one of them."
+        fix = did_you_mean(name, builtins, "use one of them.")
         known = f"a built-in name ({', '.join(sorted(builtins))}), " if builtins else ""
         raise ValueError(
             f"{field}={name} must be {known}file.py:{kind} or package.module:{kind}: {fix}"

@@ -6,7 +6,6 @@ It has no scorer: a reward (``env.reward``) or a subclass scores it. ``gsm8k``, 
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import logging
@@ -17,6 +16,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torchrl_grpo.checks import did_you_mean
 from torchrl_grpo.images import ImageFile, place_images, text_of
 from torchrl_grpo.tasks.base import Message, Problem, ProblemSequence, Split, Task, check_split
 from torchrl_grpo.tasks.fields import (
@@ -318,9 +318,8 @@ class DatasetTask(Task):
         }
         for key, name in configured.items():
             if name is not None and name not in names:
-                close = difflib.get_close_matches(name, names, 1)
                 option = f"{self.field}.columns.{key}"
-                fix = f"did you mean {close[0]}?" if close else f"use one of them as {option}."
+                fix = did_you_mean(name, names, f"use one of them as {option}.")
                 raise ValueError(
                     f"{option}={name} must be a column of {self.dataset}, which has "
                     f"{sorted(names)}: {fix}"

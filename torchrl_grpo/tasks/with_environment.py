@@ -31,7 +31,7 @@ from typing import Any
 from torchrl_grpo.checks import check_reward
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.host.event_loop import wait_for_result
-from torchrl_grpo.images import message_content
+from torchrl_grpo.images import Content, message_content
 from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task, Turn, WrappedTask
 from torchrl_grpo.tasks.instances import Instance
 from torchrl_grpo.tasks.with_rewards import Rewards
@@ -413,7 +413,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if content else []
 
 
-def _content(observation: Any, what: str) -> str | list[dict[str, Any]]:
+def _content(observation: Any, what: str) -> Content:
     """Return an observation as the content of a message: text, or a list of its texts and images.
 
     Raises:

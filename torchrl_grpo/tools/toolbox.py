@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrl_grpo.host.event_loop import wait_for_result
-from torchrl_grpo.images import message_content
+from torchrl_grpo.images import Content, message_content
 
 _MAX_RESULT_CHARACTERS = 8192
 _MAX_CALLS = 16
@@ -128,7 +128,7 @@ def _read(text: str, name: str | None = None) -> list[ToolCall]:
     return calls
 
 
-def tool_message(name: str, content: str | list[dict[str, Any]], number: int = 0) -> dict[str, Any]:
+def tool_message(name: str, content: Content, number: int = 0) -> dict[str, Any]:
     """Return a tool's result as a message; its id has the form that Mistral's templates require."""
     return {"role": "tool", "name": name, "content": content, "tool_call_id": f"call{number:05d}"}
 
@@ -183,7 +183,7 @@ class Toolbox:
         other.functions = dict(functions)
         return other
 
-    def run(self, call: ToolCall) -> tuple[str | list[dict[str, Any]], bool]:
+    def run(self, call: ToolCall) -> tuple[Content, bool]:
         """Return the content of the message to the policy, and whether the call succeeded."""
         problem = call.error or self._problem(call)
         if problem:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from torchrl_grpo.weights.named import LoraDelta, NamedTensors, TensorStream
 
+Updates = Iterator[dict[str, Any]]
 Shapes = list[tuple[str, tuple[int, ...]]]
 """Name and shape of each weight, in order."""
 Part = tuple[str, Shapes]
@@ -65,7 +66,7 @@ class TransferHandle(WeightHandle):
         return {}
 
     @abstractmethod
-    def updates(self) -> Iterator[dict[str, Any]]:
+    def updates(self) -> Updates:
         """Yield the update infos, which consist of dicts, lists, strings, numbers and bytes."""
 
     def weights(self) -> TensorStream:

@@ -7,7 +7,7 @@ calls packed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torchrl_grpo.weights.handle import (
     Part,
     Shapes,
     TransferHandle,
+    Updates,
     WeightHandle,
     in_parts,
     unpacked,
@@ -87,7 +88,7 @@ class IpcStream(TransferHandle):
     def init_info(self, workers: int) -> dict[str, Any]:
         return {"packed": True}
 
-    def updates(self) -> Iterator[dict[str, Any]]:
+    def updates(self) -> Updates:
         for flat, part in in_parts(on_gpu(self.read()), self.dtype):
             yield exported(flat, part)
 
@@ -147,7 +148,7 @@ class IpcParts(TransferHandle):
         connected(self.meeting).set(f"read/{self.version}", "1")
         return {"packed": True}
 
-    def updates(self) -> Iterator[dict[str, Any]]:
+    def updates(self) -> Updates:
         return iter(self.infos)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
@@ -32,6 +32,7 @@ from torchrl_grpo.weights.handle import (
     Part,
     Shapes,
     TransferHandle,
+    Updates,
     in_parts,
     staged,
     unpacked,
@@ -100,7 +101,7 @@ class NcclWeights(TransferHandle):
         _rounds[self.meeting] = number + 1
         return init
 
-    def updates(self) -> Iterator[dict[str, Any]]:
+    def updates(self) -> Updates:
         named = [
             (name, dtype, list(shape)) for dtype, layout in self.parts for name, shape in layout
         ]

@@ -7,9 +7,8 @@ from __future__ import annotations
 import math
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from torchrl_grpo.weights.handle import (
     Part,
     Shapes,
     TransferHandle,
+    Updates,
     dtype_name,
     staged,
     tensor_bytes,
@@ -46,7 +46,7 @@ class SharedBlock(TransferHandle):
     def layout(self) -> Shapes:
         return self.part[1]
 
-    def updates(self) -> Iterator[dict[str, Any]]:
+    def updates(self) -> Updates:
         yield {
             "path": self.path,
             "name": self.name,
@@ -84,7 +84,7 @@ class SharedAdapters(TransferHandle):
     layers: Sequence[tuple[str, float]]
     base_dtype: str
 
-    def updates(self) -> Iterator[dict[str, Any]]:
+    def updates(self) -> Updates:
         [update] = self.block.updates()
         yield update | {
             "base_dtype": self.base_dtype,

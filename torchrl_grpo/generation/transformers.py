@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -248,59 +249,27 @@ class TransformersEngine(Engine):
         after = ending(params.stop, params.stop_token_ids, self._vocab_size).to(device)
         if device.type == "mps":  # which has no float64
             uniform = uniform.float().clamp_(max=1 - 2**-24)
-        uniform = uniform.to(device)
-        steps = int(limits.max())
-        tokens = torch.zeros(len(limits), steps, dtype=torch.int64, device=device)
-        log_probs = torch.zeros(len(limits), steps, dtype=torch.float32, device=device)
-        width = params.top_k if params.return_kept else 0
-        kept_tokens = torch.zeros(len(limits), steps, width, dtype=torch.int32, device=device)
-        width = params.top_k if params.return_kept_log_probs else 0
-        kept_log_probs = torch.zeros(len(limits), steps, width, device=device)
-        drawn_values = tokens, log_probs, kept_tokens, kept_log_probs
-        # Rows in the batch, the number of tokens of each, and the state of its response.
-        rows = drawn = limits.new_empty(0)
-        state, end = after.new_empty(0), len(after) - 1
-        step, freed = 0, True
-        ends = set()  # the steps after which no row of an addition continues
-        while waiting or len(rows):
-            if not len(rows):
-                batch, logits = self.decoder.start(steps), uniform.new_empty(0)
-            if waiting and freed and (not len(rows) or batch.refills):
-                first = (len(prompts) - len(waiting)) * n
-                room = self._room_for(len(prompts[0]), n, params.max_new_tokens, rows.tolist())
+        flight = _InFlight(params, uniform.to(device), limits, after, tell)
+        freed = True
+        while waiting or len(flight.rows):
+            is_empty = not len(flight.rows)
+            if is_empty:
+                batch, logits = self.decoder.start(flight.steps), uniform
+            if waiting and freed and (is_empty or batch.refills):
+                most, rows = params.max_new_tokens, flight.rows.tolist()
+                room = self._room_for(len(prompts[0]), n, most, rows)
                 added, waiting = waiting[:room], waiting[room:]
                 if added:
-                    more = torch.arange(first, first + len(added) * n, device=device)
-                    of_prompts = batch.add(added, n).repeat_interleave(n, dim=0)
-                    logits = torch.cat((logits, of_prompts)) if len(rows) else of_prompts
-                    rows = torch.cat((rows, more))
-                    drawn = torch.cat((drawn, torch.zeros_like(more)))
-                    state = torch.cat((state, state.new_zeros(len(more))))
-                    ends.add(step + int(limits[more].max()))
-                    alive = torch.ones_like(rows, dtype=torch.bool)
-            at = rows, drawn
-            for values, of_step in zip(
-                drawn_values, sample(logits, params, uniform[at]), strict=True
-            ):
-                values[at] = of_step
-            latest = tokens[at]
-            # A finished row stays in the batch and keeps overwriting the token after its end.
-            drawn, step, freed = drawn + alive, step + 1, False
-            state = torch.where(alive, after[state, latest], state)
-            alive = alive & (state != end) & (limits[rows] > drawn)
-            if step % _CHECK_EVERY == 0 or step in ends:
-                kept = _compact(alive)
-                freed = len(kept) < len(rows)
-                if freed:
-                    done, lengths, stopped = rows[~alive], drawn[~alive], state[~alive] == end
-                    _tell(tell, done, [x[done] for x in drawn_values], lengths, stopped)
-                    rows, drawn, alive, latest, state = (
-                        x[kept] for x in (rows, drawn, alive, latest, state)
-                    )
-                    if len(rows):
-                        batch.keep(kept)
-            if len(rows):
-                logits = batch.step(latest)
+                    new = batch.add(added, n).repeat_interleave(n, dim=0)
+                    logits = new if is_empty else torch.cat((logits, new))
+                    flight.add(len(new))
+            latest = flight.draw(logits)
+            kept = flight.drop_finished()
+            freed = len(kept) < len(latest)
+            if freed and len(kept):
+                batch.keep(kept)
+            if len(kept):
+                logits = batch.step(latest[kept] if freed else latest)
 
     def _room_for(self, longest: int, n: int, max_new_tokens: int, rows: Sequence[int]) -> int:
         """Return how many groups fit into the cache with these rows, if all responses reach their
@@ -312,25 +281,90 @@ class TransformersEngine(Engine):
         return max(0 if rows else 1, (self._kv_cache_bytes - used) // size)
 
 
-def _tell(
-    tell: Callable[[int, Completion], None],
-    rows: Tensor,
-    sampled: Sequence[Tensor],
-    lengths: Tensor,
-    stopped: Tensor,
-) -> None:
-    """Report finished rows: [F] int64 indices, [F, T] tokens and log-probs and [F, T, K] kept
-    tokens and their log-probs, their lengths within T, and whether each ended before its limit.
+@dataclass
+class _InFlight:
+    """The responses of a call that are being drawn, and the tokens of all responses.
+
+    Attributes:
+        params: parameters of sampling.
+        uniform: [N, T] float in [0, 1), a number for each token that may be drawn.
+        limits: [N] int64, the maximum length of each response.
+        after: [states, V], the state of a response after a token; the last state is its end.
+        tell: called with each response that has ended, and its tokens.
+        rows: [R] int64, the response of each row of the decoder's batch.
+        steps: maximum length of a response.
     """
-    # Copied outside of inference mode, so that autograd can save the tensors.
-    with torch.inference_mode(False):
-        ends = lengths.tolist(), stopped.tolist()
-        parts = zip(*(values.cpu() for values in sampled), *ends, strict=True)
-        for row, (*values, length, stop) in zip(rows.tolist(), parts, strict=True):
-            ids, log_probs, *of_kept = (part[:length].clone() for part in values)
-            kept, kept_log_probs = (part if part.shape[1] else None for part in of_kept)
-            reason: Literal["stop", "length"] = "stop" if stop else "length"
-            tell(row, Completion(ids, log_probs, reason, None, kept, kept_log_probs))
+
+    params: SamplingParams
+    uniform: Tensor
+    limits: Tensor
+    after: Tensor
+    tell: Callable[[int, Completion], None]
+
+    def __post_init__(self) -> None:
+        self.steps = int(self.limits.max())
+        self.rows = self._lengths = self.limits.new_empty(0)
+        self._states = self.after.new_empty(0)  # of the rows, before their next token
+        self._added = self._step = 0
+        self._ends = set[int]()  # the steps after which no row of an addition continues
+        shape, top_k, float32 = (len(self.limits), self.steps), self.params.top_k, torch.float32
+        width, scored = top_k * self.params.return_kept, top_k * self.params.return_kept_log_probs
+        self._values = (  # tokens, their log-probs, and those of the kept tokens
+            self.limits.new_zeros(shape),
+            self.limits.new_zeros(shape, dtype=float32),
+            self.limits.new_zeros(*shape, width, dtype=torch.int32),
+            self.limits.new_zeros(*shape, scored, dtype=float32),
+        )
+
+    def add(self, count: int) -> None:
+        """Append rows for the next responses."""
+        new = torch.arange(self._added, self._added + count, device=self.rows.device)
+        self._added += count
+        self._ends.add(self._step + int(self.limits[new].max()))
+        self.rows = torch.cat((self.rows, new))
+        self._lengths = torch.cat((self._lengths, torch.zeros_like(new)))
+        self._states = torch.cat((self._states, self._states.new_zeros(count)))
+        self._alive = torch.ones_like(self.rows, dtype=torch.bool)
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """Draw a token for each row from logits [R, V]. Return the tokens, [R] int64."""
+        at = self.rows, self._lengths
+        drawn = sample(logits, self.params, self.uniform[at])
+        for values, of_step in zip(self._values, drawn, strict=True):
+            values[at] = of_step
+        # A finished row stays in the batch and keeps overwriting the token after its end.
+        self._lengths = self._lengths + self._alive
+        self._step += 1
+        latest = self._values[0][at]
+        self._states = torch.where(self._alive, self.after[self._states, latest], self._states)
+        self._alive = self._alive & ~self._stopped & (self.limits[self.rows] > self._lengths)
+        return latest
+
+    @property
+    def _stopped(self) -> Tensor:
+        """Whether each row has ended before its limit, [R] bool."""
+        return self._states == len(self.after) - 1
+
+    def drop_finished(self) -> Tensor:
+        """Report the finished rows and drop them, if it is time. Return the rows that are kept, in
+        their new order.
+        """
+        if self._step % _CHECK_EVERY and self._step not in self._ends:
+            return self.rows
+        kept, done = _compact(self._alive), ~self._alive
+        rows = self.rows[done]
+        ends = self._lengths[done].tolist(), self._stopped[done].tolist()
+        sampled = [values[rows].cpu() for values in self._values]
+        # Copied outside of inference mode, so that autograd can save the tensors.
+        with torch.inference_mode(False):
+            for row, *parts, length, stop in zip(rows.tolist(), *sampled, *ends, strict=True):
+                ids, log_probs, *of_kept = (part[:length].clone() for part in parts)
+                kept_ids, kept_log_probs = (part if part.shape[1] else None for part in of_kept)
+                reason: Literal["stop", "length"] = "stop" if stop else "length"
+                self.tell(row, Completion(ids, log_probs, reason, None, kept_ids, kept_log_probs))
+        self.rows, self._lengths = self.rows[kept], self._lengths[kept]
+        self._states, self._alive = self._states[kept], self._alive[kept]
+        return kept
 
 
 def _compact(alive: Tensor) -> Tensor:

@@ -17,10 +17,13 @@ from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.sampler import has_variance
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
+from torchrl_grpo.envs.dialog_state import LOST, DialogState, SampleState
 from torchrl_grpo.models.padding import trajectories_of
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.objectives.tokens import token_weights
 from torchrl_grpo.runtime.groups import PackedGroup
+from torchrl_grpo.tasks.base import Dialog, Problem, TurnLimits
+from torchrl_grpo.tasks.drawing import Drawn
 from torchrl_grpo.transforms import GroupAdvantage, RewardShaping
 
 
@@ -54,6 +57,30 @@ def compacting() -> TensorDictBase:
     tokens and reward 0.
     """
     return lazy_stack([row(6, 3, 0.0, done=False), row(6, 1, 1.0), row(7, 2, 0.0)])
+
+
+@pytest.mark.parametrize(
+    ("turn_samples", "expected"),
+    [
+        ([0, 1, 0], [([1], "b"), ([0, 2], "a\nc")]),  # the dialog returned to its first sample
+        ([0, LOST, 1], [([0], "a"), ([2], "c")]),
+        ([LOST, LOST], [([1], "")]),  # no turn was delivered, so the last one stands for all
+        ([], [([0], "")]),  # the opening failed
+    ],
+)
+def test_samples_of_a_dialog_come_in_the_order_of_their_ends(turn_samples, expected):
+    state = DialogState(Drawn(0, 0, Problem("?", "")), SampleState(0, ()))
+    for turn, number in enumerate(turn_samples):
+        state.continue_with(max(number, 0), (), torch.arange(1), TurnLimits())
+        said = {"role": "assistant", "content": "abc"[turn]}
+        state.add_turn(Dialog(state.problem, ["abc"[turn]], [said]), torch.arange(2))
+        state.turn_rewards[-1] = float(turn)
+        if number == LOST:
+            state.undo_turn()
+    samples = state.samples()
+    assert [(sample.turns, sample.text) for sample in samples] == expected
+    for sample in samples if turn_samples else ():
+        assert sample.rewards == [float(turn) for turn in sample.turns]
 
 
 def test_trajectories_are_numbered_in_the_order_of_their_rows():

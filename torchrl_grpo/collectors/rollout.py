@@ -278,12 +278,11 @@ class RolloutCollector(BaseCollector):
                     "the collector has been shut down and cannot play: build a new one."
                 )
             self.last = RolloutCounts()
-            rows = self.base_env.batch_size[0]
-            sequences = list(self._play(drawn))
-            played = rows
-            while not drawn and played < self.requested_frames_per_batch:
-                sequences.extend(self._play(()))
-                played += rows
+            sequences: list[TensorDictBase] = []
+            played = 0
+            while not played or (not drawn and played < self.requested_frames_per_batch):
+                sequences += self._play(drawn)
+                played += self.base_env.batch_size[0]
             self._frames += played
             return lazy_stack(sequences)
 

@@ -254,7 +254,7 @@ class TransformersEngine(Engine):
         while waiting or len(flight.rows):
             is_empty = not len(flight.rows)
             if is_empty:
-                batch, logits = self.decoder.start(flight.steps), uniform
+                batch, logits = self.decoder.start(flight.steps), uniform.new_empty(0)
             if waiting and freed and (is_empty or batch.refills):
                 most, rows = params.max_new_tokens, flight.rows.tolist()
                 room = self._room_for(len(prompts[0]), n, most, rows)
@@ -265,11 +265,13 @@ class TransformersEngine(Engine):
                     flight.add(len(new))
             latest = flight.draw(logits)
             kept = flight.drop_finished()
-            freed = len(kept) < len(latest)
-            if freed and len(kept):
-                batch.keep(kept)
-            if len(kept):
-                logits = batch.step(latest[kept] if freed else latest)
+            freed = kept is not None
+            if kept is not None:
+                latest = latest[kept]
+                if len(kept):
+                    batch.keep(kept)
+            if len(latest):
+                logits = batch.step(latest)
 
     def _room_for(self, longest: int, n: int, max_new_tokens: int, rows: Sequence[int]) -> int:
         """Return how many groups fit into the cache with these rows, if all responses reach their
@@ -345,13 +347,15 @@ class _InFlight:
         """Whether each row has ended before its limit, [R] bool."""
         return self._states == len(self.after) - 1
 
-    def drop_finished(self) -> Tensor:
-        """Report the finished rows and drop them, if it is time. Return the rows that are kept, in
-        their new order.
+    def drop_finished(self) -> Tensor | None:
+        """Report the finished rows and drop them, every few steps. Return the positions of the rows
+        that are kept, in their new order; None if no row was dropped.
         """
         if self._step % _CHECK_EVERY and self._step not in self._ends:
-            return self.rows
+            return None
         kept, done = _compact(self._alive), ~self._alive
+        if len(kept) == len(done):
+            return None
         rows = self.rows[done]
         ends = self._lengths[done].tolist(), self._stopped[done].tolist()
         sampled = [values[rows].cpu() for values in self._values]

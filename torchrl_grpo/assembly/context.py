@@ -278,12 +278,12 @@ class Context:
         problems.
         """
         evaluation = self.config.evaluation
-        most, k = evaluation.num_prompts, evaluation.k
-        if not most:
+        limit, k = evaluation.num_prompts, evaluation.k
+        if not limit:
             return None
         problems = self.task.problems("test")
         check_tests(self.task, problems)
-        count = min(most, len(problems))
+        count = min(limit, len(problems))
         greedy = self.make_env(num_envs=count, repeats=1, split="test")
         names = dataset_names(evaluation.datasets or (), "evaluation.datasets")
         prompts = greedy.prompts
@@ -291,7 +291,7 @@ class Context:
         sizes = Counter(name if name in names else "" for name in datasets)
         # Some prompts may be too long, or there are several test sets. Their problems alternate, so
         # the first ones have the same number of each set.
-        needed = sum(min(most, size) for size in sizes.values())
+        needed = sum(min(limit, size) for size in sizes.values())
         if needed != count:
             greedy = self.make_env(num_envs=needed, repeats=1, split="test")
         sampled = self.make_env(num_envs=needed * k, repeats=k, split="test") if k else None
@@ -373,11 +373,11 @@ def describe_model(config: GRPOConfig) -> ModelFiles:
 
 def _has_images(config: GRPOConfig, task: Task) -> bool:
     """Return whether prompts have images: a column is set for them, or a task's problem has some."""
-    own = config.env.own_task is not None
+    has_own_task = config.env.own_task is not None
     data = [config.env, *(config.env.datasets or ()), *(config.evaluation.datasets or ())]
     if any(entry.columns.images is not None for entry in data):
         return True
-    if not own and not any(entry.dataset in GENERATED for entry in data):
+    if not has_own_task and not any(entry.dataset in GENERATED for entry in data):
         return False  # rows without a column of images
     splits: tuple[Split, ...] = ("train", "test") if config.evaluation.num_prompts else ("train",)
     problems = chain.from_iterable(map(task.problems, splits))

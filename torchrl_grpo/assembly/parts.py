@@ -96,8 +96,8 @@ def make_learner(
             scorer = _load_scorer(config, "ref_model", device, mesh)
         transforms.insert(0, ("reference", KLScoring(scorer, **_passes(config))))
     if config.learner_teaches:
-        own = trainer.averages.get("teacher", trainer.loss.actor_network)
-        transforms.insert(0, ("teacher_pass", _local_teacher(config, own)))
+        teacher = trainer.averages.get("teacher", trainer.loss.actor_network)
+        transforms.insert(0, ("teacher_pass", _local_teacher(config, teacher)))
     model = config.model
     base = loading.CheckpointModel(
         model.source,

@@ -99,8 +99,10 @@ def prepare(
         engine_class(config.inference_model.backend).check(context.engine_request)
         longest = context.max_sequence_tokens
         if not config.only_evaluates:
-            own = context.prompt_tokens[1] + context.params.max_new_tokens
-            _check_teachers_context(config, own if config.teacher.prompt is None else longest)
+            sequence_tokens = context.prompt_tokens[1] + context.params.max_new_tokens
+            _check_teachers_context(
+                config, sequence_tokens if config.teacher.prompt is None else longest
+            )
         if context.image_encoder is not None:
             _check_teachers_images(config, context.image_encoder)
         context.make("reward_pool", "train_env")

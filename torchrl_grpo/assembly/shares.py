@@ -240,10 +240,10 @@ def _check_device(context: Context, device: torch.device, total: int) -> None:
     if context.turns:  # the engine's share and the gradients never exist at the same time
         holds.pop("gradients", None)
     weights = sum(engine.minimum.values())
-    most = 1 - sum(holds.values()) / total
-    if share > most or share < weights / total:
+    free_share = 1 - sum(holds.values()) / total
+    if share > free_share or share < weights / total:
         lower = math.ceil(weights / total * 100) / 100
-        upper = math.floor(most * 100) / 100
+        upper = math.floor(free_share * 100) / 100
         others = f" beside {in_words(holds)}" if holds else ""
         fix = (
             f"inference_model.gpu_memory_utilization={upper:g}"

@@ -213,7 +213,7 @@ class ChatEncoder:
             marks[mark] = what
             return mark
 
-        whole = []
+        marked_chat = []
         for message in chat:
             message = dict(message)
             which = f"of each message, but it leaves out one with the role {message.get('role')!r}"
@@ -224,16 +224,16 @@ class ChatEncoder:
                     with_arguments(call, True, with_marks("?", f"tool_calls {which}"))
                     for call in calls
                 ]
-            whole.append(self._with_call_form(message))
+            marked_chat.append(self._with_call_form(message))
         parts = ((message.get("role"), bool(message.get("content"))) for message in chat)
         form = (*parts, len(marks), bool(tools))
         if form in self._complete:
             return
         arguments = {**self.arguments, **arguments}
-        text = render_chat(self.tokenizer, whole, tools=tools, **arguments)
+        text = render_chat(self.tokenizer, marked_chat, tools=tools, **arguments)
         missing = [what for mark, what in marks.items() if mark not in text]
         with suppress(ValueError):  # a template may require tools
-            if tools and text == render_chat(self.tokenizer, whole, **arguments):
+            if tools and text == render_chat(self.tokenizer, marked_chat, **arguments):
                 names = [tool.get("function", tool).get("name") for tool in tools]
                 missing.append(f"the tools of a chat, but it leaves out {names}")
         if missing:
@@ -245,29 +245,29 @@ class ChatEncoder:
         self._complete.add(form)
 
     def render_turns(
-        self, chat: Sequence[Message], own: int, **arguments: Any
+        self, chat: Sequence[Message], num_escaped: int, **arguments: Any
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the result of ``render``, and the assistant's spans by the template's
         ``generation`` markers.
 
         Args:
             chat: messages.
-            own: number of leading messages to escape; in later messages of the assistant, which the
-                policy would write itself, control tokens stay control tokens.
+            num_escaped: number of leading messages to escape; in later messages of the assistant,
+                which the policy would write itself, control tokens stay control tokens.
             **arguments: arguments of ``render``.
         """
         try:
-            return self._render_turns(chat, own, arguments)
+            return self._render_turns(chat, num_escaped, arguments)
         except RecursionError as error:
             raise ValueError(
                 "messages must not be nested so deeply: the limit is a few hundred levels."
             ) from error
 
     def _render_turns(
-        self, chat: Sequence[Message], own: int, arguments: dict[str, Any]
+        self, chat: Sequence[Message], num_escaped: int, arguments: dict[str, Any]
     ) -> tuple[str, list[tuple[int, int]]]:
         trusted = [
-            index >= own and message.get("role") == "assistant"
+            index >= num_escaped and message.get("role") == "assistant"
             for index, message in enumerate(chat)
         ]
         chat = [

@@ -114,8 +114,10 @@ def pin_exact_sizes() -> None:
     larger tensor too (pytorch/pytorch#192722).
     """
     if Version(torch.__version__) >= Version("2.14"):
-        own = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-        settings = f"pinned_max_round_threshold_mb:1,{own}".rstrip(",")
+        configured = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get(
+            "PYTORCH_CUDA_ALLOC_CONF", ""
+        )
+        settings = f"pinned_max_round_threshold_mb:1,{configured}".rstrip(",")
         torch._C._accelerator_setAllocatorSettings(settings)
 
 

@@ -47,20 +47,20 @@ class AdamW8bit(_AdamW8bit):
                     index = next(indices)
                     if parameter.grad is None:
                         continue
-                    own = _local(parameter.detach())
+                    weight = _local(parameter.detach())
                     gradient = _local(parameter.grad)
                     state = self.state[parameter]
                     if not state:
                         state["step"] = torch.tensor(0.0)
-                        state["exp_avg"] = self._new_buffer(own, True)
-                        state["exp_avg_sq"] = self._new_buffer(own, False)
+                        state["exp_avg"] = self._new_buffer(weight, True)
+                        state["exp_avg_sq"] = self._new_buffer(weight, False)
                     state["step"] += 1
-                    if own.numel():
+                    if weight.numel():
                         of_weight = state["step"], state["exp_avg"], state["exp_avg_sq"], None
-                        rounds = self.bf16_stochastic_round and own.dtype is torch.bfloat16
+                        rounds = self.bf16_stochastic_round and weight.dtype is torch.bfloat16
                         if rounds:
                             torch.manual_seed(int(state["step"]) << 20 | index)
-                        update(own, gradient, *of_weight, *of_group, self.is_adamw, rounds)
+                        update(weight, gradient, *of_weight, *of_group, self.is_adamw, rounds)
 
 
 def _local(tensor: Tensor) -> Tensor:

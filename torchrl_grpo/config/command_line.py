@@ -501,8 +501,8 @@ def _mistyped(name: str, value: Any) -> str:
 def starting(config: GRPOConfig) -> Iterator[None]:
     """Context in which a script imports a run."""
     say("importing PyTorch, TorchRL and transformers")
-    whole = bool(config.env.transforms)
-    with interrupts.expendable(), quick_imports(whole_torchrl=whole):
+    needs_all = bool(config.env.transforms)
+    with interrupts.expendable(), quick_imports(whole_torchrl=needs_all):
         yield
 
 

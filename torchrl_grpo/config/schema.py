@@ -168,8 +168,8 @@ class GRPOConfig:
     @property
     def teacher_addresses(self) -> list[str]:
         """The servers of all teachers."""
-        own = [address for entry in self.teachers or () for address in entry.address]
-        return own or self.teacher.address
+        addresses = [address for entry in self.teachers or () for address in entry.address]
+        return addresses or self.teacher.address
 
     @property
     def num_teachers(self) -> int:
@@ -179,8 +179,8 @@ class GRPOConfig:
     @property
     def learner_teaches(self) -> bool:
         """Whether the teacher is the trained model, as it is or with an average of its weights."""
-        own = self.teacher.model == OWN_MODEL and self.teacher.weights != "frozen"
-        return self.needs_teacher and own
+        is_trained = self.teacher.model == OWN_MODEL and self.teacher.weights != "frozen"
+        return self.needs_teacher and is_trained
 
     @property
     def teacher_source(self) -> str | None:

@@ -145,7 +145,7 @@ def from_outside(
         here: only the config of the command line; a value that is equal in it is allowed.
         names: the options to check.
     """
-    before, own = (dict(inner_nodes(config)) for config in (saved, here))
+    before, now = (dict(inner_nodes(config)) for config in (saved, here))
     for name in names:
-        if before[name] != own[name] and not FROM_COMMAND_LINE[name](before[name]):
+        if before[name] != now[name] and not FROM_COMMAND_LINE[name](before[name]):
             yield name, before[name]

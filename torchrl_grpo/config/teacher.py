@@ -63,9 +63,11 @@ def _bad_teachers(config: Any) -> bool:
     if teachers is None:
         return False
     names = [name for entry in teachers for name in entry.datasets]
-    whole = all(entry.model not in (None, OWN_MODEL) and entry.datasets for entry in teachers)
-    alike = len({len(entry.address) for entry in teachers}) == 1
-    return not (len(teachers) > 1 and whole and alike and len(names) == len(set(names)))
+    are_complete = all(
+        entry.model not in (None, OWN_MODEL) and entry.datasets for entry in teachers
+    )
+    are_alike = len({len(entry.address) for entry in teachers}) == 1
+    return not (len(teachers) > 1 and are_complete and are_alike and len(names) == len(set(names)))
 
 
 def _lacks_teacher(key: str, config: Any) -> bool:

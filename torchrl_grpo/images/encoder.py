@@ -77,8 +77,8 @@ class ImageEncoder:
         from PIL import Image
 
         file = ImageFile.of(Image.new("RGB", (64, 48)))
-        own, others = self.encode(file), other.encode(file)
-        return own == others and torch.equal(own.tokens, others.tokens)
+        image, other_image = self.encode(file), other.encode(file)
+        return image == other_image and torch.equal(image.tokens, other_image.tokens)
 
     def encode(self, file: ImageFile) -> EncodedImage:
         """Return an image as the model reads it.
@@ -128,8 +128,8 @@ class ImageEncoder:
             spans.append(ImageSpan(len(tokens) - len(image.tokens), image))
             last = place + 1
         self._append(tokens, ids[last:])
-        whole = torch.tensor(tokens, dtype=torch.int64)
-        return Prompt(whole, tuple(spans)) if spans else whole
+        tensor = torch.tensor(tokens, dtype=torch.int64)
+        return Prompt(tensor, tuple(spans)) if spans else tensor
 
     def expanded_index(self, ids: Sequence[int], files: Sequence[ImageFile], index: int) -> int:
         """Return the index of a token of a chat in what ``expand`` returns."""

@@ -58,8 +58,8 @@ def vision_parameters(base: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """
     if family_of(getattr(base, "config", None)) is None:
         return
-    own = set(map(id, language_model_of(base).parameters()))
-    own |= set(map(id, base.get_output_embeddings().parameters()))
+    text_ids = set(map(id, language_model_of(base).parameters()))
+    text_ids |= set(map(id, base.get_output_embeddings().parameters()))
     for name, parameter in base.named_parameters():
-        if id(parameter) not in own:
+        if id(parameter) not in text_ids:
             yield name, parameter

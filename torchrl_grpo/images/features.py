@@ -138,8 +138,8 @@ def is_bidirectional(base: Any) -> bool:
 
 def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
     """Return features as [M, D]; models return them by image or by tile."""
-    whole = features if isinstance(features, Tensor) else torch.cat(tuple(features))
-    return whole.flatten(0, -2)
+    joined = features if isinstance(features, Tensor) else torch.cat(tuple(features))
+    return joined.flatten(0, -2)
 
 
 def grid_positions(base: Any, tokens: Tensor, spans: Spans) -> Tensor:

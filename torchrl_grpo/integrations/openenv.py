@@ -196,15 +196,17 @@ class OpenEnvKind(Kind):
             )
             for tool in tool_list.get("tools", ())
         ]
-        own = {
+        properties = {
             name: value
             for name, value in action.get("properties", {}).items()
             if name != _COMMON_FIELD
         }
         schemas = list(of_mcp)
-        if "tool_name" not in own:
+        if "tool_name" not in properties:
             schemas.append(
-                _schema(_ACTION, action.get("description", ""), {**action, "properties": own})
+                _schema(
+                    _ACTION, action.get("description", ""), {**action, "properties": properties}
+                )
             )
         self.make = partial(Session, url, [schema["function"]["name"] for schema in of_mcp])
         self.name = "openenv"

@@ -267,12 +267,12 @@ class ReasoningGymTask(Task):
                 raise ValueError(f"{key}.{name} must be left out with {key}.levels, which set it.")
 
     def _option_names(self, config_class: Any) -> list[str]:
-        own = [
+        options = [
             item.name
             for item in dataclasses.fields(config_class)
             if item.name not in (*_OWN, *_OURS)
         ]
-        return sorted([*own, *_OWN])
+        return sorted([*options, *_OWN])
 
     @property
     def _all_options(self) -> dict[str, Any]:

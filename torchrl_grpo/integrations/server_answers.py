@@ -285,14 +285,14 @@ def read_sglang_scores(
     answer of SGLang's ``/generate``.
     """
     count = len(tokens) - start
-    own = entry(list, answer, "meta_info", "input_token_logprobs")
-    likely: list[Any] = [[]] * len(own)
+    entries = entry(list, answer, "meta_info", "input_token_logprobs")
+    likely: list[Any] = [[]] * len(entries)
     if top_k:
         likely = entry(list, answer, "meta_info", "input_top_logprobs")
     # The first requested token has no log-prob.
-    if len(own) not in (count, count + 1) or len(likely) != len(own):
+    if len(entries) not in (count, count + 1) or len(likely) != len(entries):
         raise ValueError(
-            f"there must be log-probs for each of {count} tokens, got {len(own)} and {len(likely)}"
+            f"there must be log-probs for each of {count} tokens, got {len(entries)} and {len(likely)}"
         )
     scores = []
     for index in range(-count, 0):
@@ -301,7 +301,7 @@ def read_sglang_scores(
         others = dict(_pair(pair, vocabulary, where) for pair in pairs)
         if len(others) != top_k:
             raise ValueError(f"{where} must have {top_k} likely tokens, got {_shown(pairs)}")
-        token, log_prob = _pair(own[index], vocabulary, where)
+        token, log_prob = _pair(entries[index], vocabulary, where)
         if token != tokens[index]:
             raise ValueError(f"{where} must be of token {tokens[index]}, got {token}")
         scores.append(_score(others | {token: log_prob}, token, top_k, where))

@@ -281,9 +281,11 @@ def make_config(name: str, options: Mapping[str, Any], max_turns: int) -> Any:
         )
     try:
         kind = loaders.env_config_type(name, options.get("id") or "")
-        own = loaders.default_harness_id(name)
+        default_harness = loaders.default_harness_id(name)
         agents = {
-            agent: _with_defaults(item.default, options.get(agent) or {}, own, max_turns)
+            agent: _with_defaults(
+                item.default, options.get(agent) or {}, default_harness, max_turns
+            )
             for agent, item in kind.model_fields.items()
             if hasattr(item.default, "harness")
         }
@@ -306,7 +308,7 @@ def make_config(name: str, options: Mapping[str, Any], max_turns: int) -> Any:
 
 
 def _with_defaults(
-    agent: Any, options: Mapping[str, Any], own: str, max_turns: int
+    agent: Any, options: Mapping[str, Any], default_harness: str, max_turns: int
 ) -> dict[str, Any]:
     """Return the options of an agent, which runs on this machine and, by default, in this
     process.
@@ -314,7 +316,7 @@ def _with_defaults(
     out = {"max_turns": max_turns if agent.max_turns is None else agent.max_turns, **options}
     if "runtime" not in agent.model_fields_set:
         out.setdefault("runtime", {"type": "subprocess"})
-    if (agent.harness.id if agent.harness is not None else own) in _REPLACED:
+    if (agent.harness.id if agent.harness is not None else default_harness) in _REPLACED:
         out.setdefault("harness", {"id": verifiers_harness.NAME})
     return out
 

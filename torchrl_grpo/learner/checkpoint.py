@@ -63,7 +63,7 @@ class Writes:
     keep: str | None
 
     @property
-    def most(self) -> int:
+    def max_checkpoints(self) -> int:
         """Maximum number of checkpoints at a time: a new one is written before an old one is
         removed.
         """
@@ -73,7 +73,7 @@ class Writes:
     @property
     def bytes(self) -> int:
         """Maximum number of bytes at a time."""
-        return self.most * self.checkpoint_bytes + self.models * self.model_bytes
+        return self.max_checkpoints * self.checkpoint_bytes + self.models * self.model_bytes
 
     def check_room(self, directory: Path, beside: int = 0) -> None:
         """Check that the disk has room for the checkpoints and models.
@@ -89,7 +89,7 @@ class Writes:
         there, free = room_at(directory)
         if free < needed:
             raise ConfigError(
-                f"hydra.run.dir={directory} must have room for {self.most} checkpoints of "
+                f"hydra.run.dir={directory} must have room for {self.max_checkpoints} checkpoints of "
                 f"{size(self.checkpoint_bytes)} and for {self.models} "
                 f"model{'s' * (self.models != 1)} of {size(self.model_bytes)}, {size(needed)} in "
                 f"total, but {there} has {size(free)} free: use another folder, "
@@ -248,13 +248,13 @@ def check_stored(path: Path) -> None:
     ]
     end = 4  # torch.load takes a file for a zip file by these bytes
     with path.open("rb") as file:
-        whole = file.read(end) == b"PK\3\4"
+        is_whole = file.read(end) == b"PK\3\4"
     for start, length in [*sorted(records), (path.stat().st_size, 0)]:
-        whole = whole and end <= start
+        is_whole = is_whole and end <= start
         end = start + length
-    pickled = reader.get_record("data.pkl") if whole else b""
+    pickled = reader.get_record("data.pkl") if is_whole else b""
     operations = pickletools.genops(pickled)
-    if not whole or any(str(name).endswith("bytearray") for _, name, _ in operations):
+    if not is_whole or any(str(name).endswith("bytearray") for _, name, _ in operations):
         raise ValueError("its state has compressed or overlapping parts, or a bytearray")
 
 

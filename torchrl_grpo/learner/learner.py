@@ -116,8 +116,8 @@ class Learner:
         seconds = {"time/transfer_s": time.perf_counter() - start}
         return self.train_batch(batch) | seconds
 
-    def samples(self, most: int | None) -> list[dict[str, Any]]:
-        """Return up to ``most`` sequences of the latest batch, rounded up to whole groups, as rows
+    def samples(self, limit: int | None) -> list[dict[str, Any]]:
+        """Return up to ``limit`` sequences of the latest batch, rounded up to whole groups, as rows
         of ``samples.jsonl``; None returns all.
         """
         if self._batch is None:
@@ -126,7 +126,7 @@ class Learner:
         return sample_rows(
             self._batch,
             "train",
-            most,
+            limit,
             tokenizer=self.tokenizer,
             version=version,
             scores=scores,

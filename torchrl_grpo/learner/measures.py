@@ -103,10 +103,10 @@ def _first_numbers(parameter: Tensor) -> tuple[slice, ...]:
     """Return which part of this rank's part of a parameter belongs to the block of first numbers,
     which is the same for any number of ranks. Of several copies one counts.
     """
-    block, most = list[int](), _MOST
+    block, limit = list[int](), _MOST
     for size in reversed(parameter.shape):
-        block.insert(0, min(size, most))
-        most = max(1, most // max(1, size))
+        block.insert(0, min(size, limit))
+        limit = max(1, limit // max(1, size))
     begin = first_place(parameter)
     if begin is None:
         return tuple(slice(0) for _ in block)
@@ -160,8 +160,8 @@ class PassScores:
         places = rows.of_scored.places(torch.tensor([position]))
         out = {}
         for name, values in scores.items():
-            whole = values.new_zeros(int(rows.lengths[position]))
+            of_token = values.new_zeros(int(rows.lengths[position]))
             here = (part.to(values.device) for part in (rows.position[places], places))
             at, index = here
-            out[name] = whole.index_copy(0, at, values[index])
+            out[name] = of_token.index_copy(0, at, values[index])
         return out

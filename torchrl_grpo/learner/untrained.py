@@ -26,7 +26,7 @@ class Untrained(Learner):
         """Return an empty handle."""
         return DirectHandle(list)
 
-    def samples(self, most: int | None) -> list[dict[str, Any]]:
+    def samples(self, limit: int | None) -> list[dict[str, Any]]:
         """Return no rows, because no batch was trained."""
         return []
 

@@ -35,16 +35,16 @@ class Form:
     result: Callable[[str, Any], Any]
 
 
-def _own(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
+def _plain_arguments(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
     names = (*FACTS, *(facts.keys() & _OF_SOME))
     return columns | {name: facts[name] for name in names}, columns
 
 
-def _unchanged(name: str, result: Any) -> Any:
+def _plain_result(name: str, result: Any) -> Any:
     return result
 
 
-_OWN = Form(_own, _unchanged)
+_PLAIN = Form(_plain_arguments, _plain_result)
 FOREIGN_NAMES = {
     "completions",
     "completion_ids",
@@ -54,7 +54,7 @@ FOREIGN_NAMES = {
     "predict_str",
 }
 """Parameters of other libraries' functions."""
-_OWN_NAMES = set(FACTS) - {"answer"}
+_PLAIN_NAMES = set(FACTS) - {"answer"}
 ENVIRONMENTS = {"environments"}
 """Argument if environments play the dialogs: a list of the response's environment."""
 IMAGES = {"images"}
@@ -118,9 +118,9 @@ class RewardFunction:
                 f"reward {self.name} must accept its arguments by name: remove the '/' from its "
                 "parameters."
             )
-        self.form = _OWN
+        self.form = _PLAIN
         if self._names & FOREIGN_NAMES or (
-            self._names & ENVIRONMENTS and not self._names & _OWN_NAMES
+            self._names & ENVIRONMENTS and not self._names & _PLAIN_NAMES
         ):
             self.form = load_extra("reward_form")(self.name, self._names, bool(self._expected))
 

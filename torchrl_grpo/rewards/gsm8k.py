@@ -96,11 +96,11 @@ def canonical_number(text: str) -> str | None:
 
 
 def _decimal(written: str) -> str | None:
-    whole, _, decimals = written.partition(".")
-    if "," in whole and not _THOUSANDS.fullmatch(whole):
+    integer, _, decimals = written.partition(".")
+    if "," in integer and not _THOUSANDS.fullmatch(integer):
         return None
-    whole, decimals = whole.replace(",", "").lstrip("0") or "0", decimals.rstrip("0")
-    return f"{whole}.{decimals}" if decimals else whole
+    integer, decimals = integer.replace(",", "").lstrip("0") or "0", decimals.rstrip("0")
+    return f"{integer}.{decimals}" if decimals else integer
 
 
 def _fraction(written: str) -> str | None:

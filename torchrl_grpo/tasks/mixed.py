@@ -112,8 +112,12 @@ class MixedTask(DelegatingTask):
     ) -> list[Turn | Exception]:
         turns: dict[int, Turn | Exception] = {}
         for task in self.tasks.values():
-            own = [i for i, dialog in enumerate(dialogs) if self.task_of(dialog.problem) is task]
-            turns |= zip(own, task.advance([dialogs[i] for i in own], timeout_s), strict=True)
+            indices = [
+                i for i, dialog in enumerate(dialogs) if self.task_of(dialog.problem) is task
+            ]
+            turns |= zip(
+                indices, task.advance([dialogs[i] for i in indices], timeout_s), strict=True
+            )
         return [turns[i] for i in range(len(dialogs))]
 
     def close(self, episode: str) -> None:
@@ -157,5 +161,5 @@ def _quotas(total: int, weights: dict[int, float]) -> dict[int, int]:
 
 def _sample(indices: Sequence[int], count: int, rng: random.Random) -> list[int]:
     """Return ``count`` of the indices, each equally often or once more."""
-    whole, rest = divmod(count, len(indices))
-    return [*chain.from_iterable(repeat(indices, whole)), *rng.sample(indices, rest)]
+    rounds, rest = divmod(count, len(indices))
+    return [*chain.from_iterable(repeat(indices, rounds)), *rng.sample(indices, rest)]

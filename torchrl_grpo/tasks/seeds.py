@@ -39,8 +39,12 @@ class SeedsTask(Task):
         self.system_prompt = system_prompt
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        most = self.max_samples
-        seeds = range(most) if split == "train" else range(most, most + -(-most // _TRAIN_PER_TEST))
+        num_seeds = self.max_samples
+        seeds = (
+            range(num_seeds)
+            if split == "train"
+            else range(num_seeds, num_seeds + -(-num_seeds // _TRAIN_PER_TEST))
+        )
         return [Problem("", None, {"seed": seed}) for seed in seeds]
 
     def messages(self, problem: Problem) -> list[Message]:

@@ -82,11 +82,11 @@ class Table:
             return self
         return replace(self, data=self.data.cast_column(column, feature))
 
-    def first(self, most: int | None) -> Table:
+    def first(self, limit: int | None) -> Table:
         """Return a table of the first rows."""
-        if most is None or most >= len(self):
+        if limit is None or limit >= len(self):
             return self
-        return replace(self, data=self.data.take(most))
+        return replace(self, data=self.data.take(limit))
 
     def where(self, index: int) -> str:
         """Return the location of a row, such as ``data.jsonl:7`` or ``openai/gsm8k train[6]``."""
@@ -207,8 +207,8 @@ class Hub:
         self.what = what
         self.instead = instead
 
-    def read(self, split: str, most: int | None) -> Table:
-        """Return the first ``most`` rows of a split, or all.
+    def read(self, split: str, limit: int | None) -> Table:
+        """Return the first ``limit`` rows of a split, or all.
 
         Raises:
             UnknownSplitError: there is no such split.
@@ -230,7 +230,7 @@ class Hub:
                 f"{self.what} must reach {self.name} on Hugging Face or in its cache, got "
                 f"{reason:.300}: connect once, or {self.instead}."
             ) from error
-        return Table(data, [(0, f"{self.name} {split}", ())]).first(most)
+        return Table(data, [(0, f"{self.name} {split}", ())]).first(limit)
 
     def file(self, path: str) -> Path | None:
         """Return the path of a file that ``datasets`` downloaded with the rows; None for others,
@@ -264,8 +264,8 @@ class Files:
         self.layout = layout
         self.fix = "use the folder with both files, or " if layout else ""
 
-    def read(self, split: str, most: int | None) -> Table:
-        """Return the first ``most`` rows of a split, or all.
+    def read(self, split: str, limit: int | None) -> Table:
+        """Return the first ``limit`` rows of a split, or all.
 
         Raises:
             UnknownSplitError: there is no such split.
@@ -287,12 +287,12 @@ class Files:
             )
         kinds = {path.suffix for path in paths}
         if ".parquet" in kinds:
-            return self._read_parquet(paths, most)
+            return self._read_parquet(paths, limit)
         rows: list[Row] = []
         origins: list[Origin] = []
         for path in paths:
-            limit = None if most is None else most - len(rows)
-            numbered_rows = list(islice(_READERS[path.suffix](path), limit))
+            remaining = None if limit is None else limit - len(rows)
+            numbered_rows = list(islice(_READERS[path.suffix](path), remaining))
             origins.append((len(rows), str(path), [line for line, _ in numbered_rows]))
             rows += [row for _, row in numbered_rows]
         return _table(rows, origins)
@@ -320,7 +320,7 @@ class Files:
                 by_split.setdefault(split, []).append(path)
         return by_split
 
-    def _read_parquet(self, paths: Sequence[Path], most: int | None) -> Table:
+    def _read_parquet(self, paths: Sequence[Path], limit: int | None) -> Table:
         others = [path.name for path in paths if path.suffix != ".parquet"]
         if others:
             raise ValueError(
@@ -342,7 +342,7 @@ class Files:
                 raise ValueError(
                     f"{path} must be a parquet file, got {reason:.200}: write it again."
                 ) from error
-        return Table(concatenate_datasets(_same_types(tables, paths)), origins).first(most)
+        return Table(concatenate_datasets(_same_types(tables, paths)), origins).first(limit)
 
 
 def _same_types(tables: Sequence[Any], paths: Sequence[Path]) -> list[Any]:
@@ -438,7 +438,7 @@ def _json(path: Path) -> NumberedRows:
     """Yield the rows of a json file: a list of objects, one object, or one object per line."""
     text = path.read_bytes().removeprefix(BOM_UTF8)
     try:
-        whole = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         if not text.lstrip().startswith(b"["):
             yield from _lines(path)
@@ -447,7 +447,7 @@ def _json(path: Path) -> NumberedRows:
         raise ValueError(
             f"{path}:{line} must be a list of JSON objects, got invalid JSON ({error}): fix it."
         ) from error
-    for index, row in enumerate(whole if isinstance(whole, list) else [whole]):
+    for index, row in enumerate(content if isinstance(content, list) else [content]):
         where = f"{path}[{index}]"
         if not isinstance(row, dict):
             raise ValueError(

@@ -364,20 +364,20 @@ class WithEnvironment(WrappedTask):
     def _score(self, instance: Instance, kind: Kind, dialog: Dialog) -> Score:
         if self.judged:
             return self.task.judge(dialog)
-        own: float | None = None
+        reward: float | None = None
         if kind.steps:
-            own = sum(instance.rewards)
+            reward = sum(instance.rewards)
         elif kind.owns_reward:
             value = wait_for_result(instance.environment.get_reward(), instance.timeout_s)
-            own = check_reward(value, f"get_reward of {kind.name}")
+            reward = check_reward(value, f"get_reward of {kind.name}")
         if self.rewards is None:
-            assert own is not None
-            return Score(own, own >= 1)
+            assert reward is not None
+            return Score(reward, reward >= 1)
         dialog = replace(dialog, environment=instance.environment)
         score = self.rewards.start(dialog, instance.timeout_s).result()
-        if own is None:
+        if reward is None:
             return score
-        return Score(score.reward + own, own >= 1, {**score.parts, kind.name: own})
+        return Score(score.reward + reward, reward >= 1, {**score.parts, kind.name: reward})
 
 
 def _prompt(messages: Sequence[Message], observation: Any, name: str) -> list[Message]:

@@ -156,10 +156,10 @@ class Rewards:
         parts: dict[str, float | None] = {}
         correct: bool | None = None
         for function, result in zip(self.functions, results, strict=True):
-            own = function.parts(result)
-            parts |= own
+            named_parts = function.parts(result)
+            parts |= named_parts
             if correct is None:
-                correct = _is_correct(function.name, own)
+                correct = _is_correct(function.name, named_parts)
         weights = {name: part_weight(name, parts, self.weights) for name in parts}
         terms = [
             weights[name] * value

@@ -46,12 +46,12 @@ class WithTests(MixedTask):
         if split == "train":
             return self.task.problems(split)
         try:
-            own = self.task.problems(split)
+            problems = self.task.problems(split)
         except UnknownSplitError as error:
             _log.info(f"Only the test sets of evaluation.datasets are used: {error}.")
-            own = ()
+            problems = ()
         sets = [task.problems(split) for name, task in self.tasks.items() if name]
-        return SetsOfProblems([own, *sets], list(self.tasks), None)
+        return SetsOfProblems([problems, *sets], list(self.tasks), None)
 
     def task_of(self, problem: Problem) -> Task:
         return self.tasks.get(problem.dataset, self.task)
@@ -61,9 +61,9 @@ class WithTests(MixedTask):
     ) -> list[int]:
         if not isinstance(problems, SetsOfProblems):
             return self.task.epoch(problems, usable, rng)
-        own, *sets = problems.split(usable)
+        indices_of_task, *sets = problems.split(usable)
         orders = [
-            self.task.epoch(problems.parts[0], own, rng),
+            self.task.epoch(problems.parts[0], indices_of_task, rng),
             *(rng.sample(indices, len(indices)) for indices in sets),
         ]
         return [index for index in chain.from_iterable(zip_longest(*orders)) if index is not None]

@@ -73,8 +73,8 @@ def without_thoughts(text: str, prefill: str = "") -> str:
     '         4'
     """
 
-    whole = _THOUGHT.sub(lambda match: match[1] or " " * len(match[0]), prefill + text)
-    return whole[len(prefill) :]
+    cleaned = _THOUGHT.sub(lambda match: match[1] or " " * len(match[0]), prefill + text)
+    return cleaned[len(prefill) :]
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:

@@ -224,9 +224,9 @@ class KLScoring(BatchTransform):
         rows = []
         for row, score in zip(batch.unbind(0), scores, strict=True):
             real = row.get(keys.ATTENTION_MASK, None)
-            whole = torch.zeros_like(row.get(self.in_keys[0]), dtype=score.dtype)
-            whole[... if real is None else real.bool()] = score
-            rows.append(whole)
+            padded = torch.zeros_like(row.get(self.in_keys[0]), dtype=score.dtype)
+            padded[... if real is None else real.bool()] = score
+            rows.append(padded)
         return rows
 
     def write(self, batch: TensorDictBase) -> TensorDictBase:

@@ -100,8 +100,8 @@ class TeacherScoring(Transform):
         is not what a replay buffer samples, already scored.
         """
         valid = row.get(keys.TEACHER_VALID, None)
-        own = self.datasets is None or row[keys.DATASET] in self.datasets
-        return valid is None or (own and (self.training or not bool(valid)))
+        is_for_this = self.datasets is None or row[keys.DATASET] in self.datasets
+        return valid is None or (is_for_this and (self.training or not bool(valid)))
 
     def _view(self, row: TensorDictBase) -> TensorDict | None:
         """Return a sequence as the teacher sees it; None if it scores none."""
@@ -125,13 +125,13 @@ def _as_teacher_sees(row: TensorDictBase) -> TensorDict | None:
             ),
         }
     )
-    own = images_of_row(row)
+    images = images_of_row(row)
     start = len(full) - len(response)
-    before = [span for span in own if span.offset < start]
+    before = [span for span in images if span.offset < start]
     if row.get(keys.TEACHER_IMAGES, None) is not None:
         before = list(images_of_row(row, keys.TEACHER_IMAGES))
     moved = len(prompt) - start
-    later = [replace(span, offset=span.offset + moved) for span in own if span.offset >= start]
+    later = [replace(span, offset=span.offset + moved) for span in images if span.offset >= start]
     view.set(keys.IMAGES, NonTensorData((*before, *later)))
     kept = row.get(keys.KEPT, None)
     return view if kept is None else view.set(keys.KEPT, kept)

@@ -72,7 +72,8 @@ def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> TensorS
     base = peft.get_base_model() if hasattr(model, "peft_config") else model
     layers = {} if base is model else _lora_layers(base)
     return to_checkpoint(
-        base, ((name, _whole(weight, dtype)) for name, weight in _merged_weights(base, layers))
+        base,
+        ((name, _full_tensor(weight, dtype)) for name, weight in _merged_weights(base, layers)),
     )
 
 
@@ -131,7 +132,7 @@ def named_adapters(model: nn.Module) -> Iterator[tuple[str, LoraDelta]]:
                 "unmerge them."
             )
         for delta in _deltas(name, layer):
-            yield name, LoraDelta(_whole(delta.a), _whole(delta.b), delta.scaling)
+            yield name, LoraDelta(_full_tensor(delta.a), _full_tensor(delta.b), delta.scaling)
 
 
 def named_adapter_weights(model: nn.Module) -> TensorStream:
@@ -139,7 +140,7 @@ def named_adapter_weights(model: nn.Module) -> TensorStream:
     a sharded model must exhaust the iterator.
     """
     return (
-        (name, _whole(weight).detach())
+        (name, _full_tensor(weight).detach())
         for name, weight in model.named_parameters()
         if ".lora_" in name
     )
@@ -218,7 +219,7 @@ def _convert(model: nn.Module, weights: NamedTensors, *, reverse: bool) -> Tenso
         yield from converted(name)
 
 
-def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Gather a sharded tensor. Parts on the CPU are first copied to the ranks' devices and
     converted there, because gathering on the CPU would go through gloo.
     """

@@ -97,10 +97,12 @@ def _fold_arguments(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
     """Return the settings, with the arguments of a function merged if they are one key here."""
     folded = dict(values)
     for key in (key for key in table.rows if key.endswith(("_kwargs", "_kwargs.vllm"))):
-        own = (name for name in values if name not in table.rows and table.ignores(name) is None)
+        names_of_file = (
+            name for name in values if name not in table.rows and table.ignores(name) is None
+        )
         inner = {
             name.removeprefix(f"{key}."): folded.pop(name)
-            for name in own
+            for name in names_of_file
             if name.startswith(f"{key}.")
         }
         if inner:

@@ -197,14 +197,14 @@ def model_shape(name: str, folder: Path, parameters: float | None = None) -> Sha
         .replace("-math", "")
         .replace("-coder", "")
     )
-    found = [known for known in SHAPES if plain == known or plain.startswith(f"{known}-")]
-    if not found:
+    matches = [known for known in SHAPES if plain == known or plain.startswith(f"{known}-")]
+    if not matches:
         raise ConfigError(
             f"model.name={name} must be a folder with a config.json, or begin like "
             f"{', '.join(SHAPES)}: use one of these, or pass its number of parameters (for "
             "example, --params=7e9)."
         )
-    return SHAPES[found[0]]
+    return SHAPES[matches[0]]
 
 
 @dataclass(frozen=True)

@@ -115,16 +115,18 @@ def run_names(folders: Sequence[Path]) -> list[str]:
     values = [overrides_of(read_inside(folder, OVERRIDES)) for folder in folders]
     varied = [
         key
-        for key in dict.fromkeys(key for own in values for key in own)
-        if len({own.get(key) for own in values}) > 1 or len(folders) == 1
+        for key in dict.fromkeys(key for overrides in values for key in overrides)
+        if len({overrides.get(key) for overrides in values}) > 1 or len(folders) == 1
     ]
     last_parts = [key.rpartition(".")[2] for key in varied]
     short = {
         key: last if last_parts.count(last) == 1 else key
         for key, last in zip(varied, last_parts, strict=True)
     }
-    for at, (path, own) in enumerate(zip(parts, values, strict=True)):
-        text = " ".join(f"{short[key]}={short_value(own[key])}" for key in varied if key in own)
+    for at, (path, overrides) in enumerate(zip(parts, values, strict=True)):
+        text = " ".join(
+            f"{short[key]}={short_value(overrides[key])}" for key in varied if key in overrides
+        )
         if path[-1].isdigit() and text:  # a job of a sweep
-            names[at] = text if values.count(own) == 1 else f"{names[at]} {text}"
+            names[at] = text if values.count(overrides) == 1 else f"{names[at]} {text}"
     return [printable_lines(name) for name in names]

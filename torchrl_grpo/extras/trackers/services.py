@@ -288,12 +288,12 @@ class Prometheus(Tracker):
         """Yield the metrics, in the server's threads."""
         from prometheus_client.core import GaugeMetricFamily
 
-        taken: set[str] = set()
+        names_in_use: set[str] = set()
         for name, value in self._latest.items():
             allowed = re.sub(r"\W", "_", name)
-            while allowed in taken:  # pass@1 and pass_1
+            while allowed in names_in_use:  # pass@1 and pass_1
                 allowed += "_"
-            taken.add(allowed)
+            names_in_use.add(allowed)
             metric = GaugeMetricFamily(f"grpo_{allowed}", name, labels=["run"])
             metric.add_metric([self._run], value)
             yield metric

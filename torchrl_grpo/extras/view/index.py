@@ -85,8 +85,8 @@ class Index:
         split = str(row.get("split"))
         dataset = str(row.get("dataset") or "")
         # Rows of older runs and of evaluations have no group.
-        own = row.get("group")
-        key = (row["step"], split, dataset, hash(problem_of(row)) if own is None else own)
+        group = row.get("group")
+        key = (row["step"], split, dataset, hash(problem_of(row)) if group is None else group)
         group = self._groups.setdefault(key, len(self.groups))
         if group == len(self.groups):
             self.groups.append([])

@@ -102,12 +102,12 @@ class Api:
     def curves(self, query: Query) -> Any:
         """Return the panels of the runs that are not hidden."""
         hidden = query.text("hide").split(",")
-        smoothing, most = query.number("smoothing"), query.whole("points")
+        smoothing, most = query.number("smoothing"), query.integer("points")
         return curves(
             {number: run for number, run in enumerate(self.runs) if str(number) not in hidden},
             query.text("panels").split("\n"),
-            query.whole("from"),
-            query.whole("to"),
+            query.integer("from"),
+            query.integer("to"),
             over=query.text("over") or "step",
             smoothing=SMOOTHING if smoothing is None else min(max(smoothing, 0.0), 1.0),
             most=max(most or MOST_POINTS, 1),
@@ -118,27 +118,27 @@ class Api:
         wanted = Criteria(
             split=query.text("split") or None,
             dataset=query.text("dataset") or None,
-            first_step=query.whole("from"),
-            last_step=query.whole("to"),
+            first_step=query.integer("from"),
+            last_step=query.integer("to"),
             min_reward=query.number("least"),
             max_reward=query.number("most"),
             text=query.text("text") or None,
         )
         return query.run(self.runs).groups(
             wanted,
-            max(query.whole("page") or 0, 0),
+            max(query.integer("page") or 0, 0),
             _PAGE_SIZE,
             by_spread=query.text("order") == "spread",
         )
 
     def response(self, query: Query) -> Any:
         """Return one response with its tokens."""
-        found = query.run(self.runs).response(query.whole("row") or 0)
-        if found is None:
+        response = query.run(self.runs).response(query.integer("row") or 0)
+        if response is None:
             raise ValueError(
                 "There is no such response: the run may have been resumed and rewritten it."
             )
-        return found
+        return response
 
     def timeline(self, query: Query) -> Any:
         """Return a window of a run's timeline."""
@@ -172,7 +172,7 @@ class Query:
         """Return a number; None by default."""
         return self._as(float, name, "a number")
 
-    def whole(self, name: str) -> int | None:
+    def integer(self, name: str) -> int | None:
         """Return an integer; None by default."""
         return self._as(int, name, "a whole number")
 
@@ -188,7 +188,7 @@ class Query:
 
     def run(self, runs: Sequence[RunView]) -> RunView:
         """Return the requested run; by default the first."""
-        number = self.whole("run") or 0
+        number = self.integer("run") or 0
         if not 0 <= number < len(runs):
             raise ValueError(f"run={number} must be one of the {len(runs)} runs, from 0 on.")
         return runs[number]

@@ -80,17 +80,17 @@ def _k3(reference: float, policy: float) -> float:
 
 
 def _constant(value: float | None, sampled: Sequence[bool]) -> Numbers:
-    return [] if value is None else [value if own else None for own in sampled]
+    return [] if value is None else [value if is_sampled else None for is_sampled in sampled]
 
 
 def _turns(text: Sequence[str], sampled: Sequence[bool], prompt: str) -> list[dict[str, Any]]:
     turns = []
     start = 0
     count = 0
-    for own, run in groupby(sampled):
+    for is_sampled, run in groupby(sampled):
         end = start + len(list(run))
         size = f"{end - start:,} token{'s' if end - start > 1 else ''}"
-        if own:
+        if is_sampled:
             count += 1
             prefill = prefill_of(prompt + "".join(text[:start]))
             turn = without_thoughts("".join(text[start:end]), prefill)
@@ -100,6 +100,6 @@ def _turns(text: Sequence[str], sampled: Sequence[bool], prompt: str) -> list[di
                 label += f", calls {printable_lines(', '.join(calls))}"
         else:
             label = f"not sampled (a tool's answer, another's turn or the template), {size}"
-        turns.append({"start": start, "end": end, "sampled": own, "label": label})
+        turns.append({"start": start, "end": end, "sampled": is_sampled, "label": label})
         start = end
     return turns

@@ -89,14 +89,16 @@ class Timeline:
             actors[span.actor].append(span)
         one_by_one = len(visible) <= _MAX_SPANS
         drawn = []
-        for name, own in actors.items():
-            lasting = [span for span in own if span.kind != "restart" or span.seconds]
+        for name, actor_spans in actors.items():
+            lasting = [span for span in actor_spans if span.kind != "restart" or span.seconds]
             parts = [_clip(span, begin, first, last) for span in lasting]
             drawn.append(
                 {
                     "name": name,
                     "seconds": _seconds(parts),
-                    "restarts": [span.start - begin for span in own if span.kind == "restart"],
+                    "restarts": [
+                        span.start - begin for span in actor_spans if span.kind == "restart"
+                    ],
                     "spans": _one_by_one(parts) if one_by_one else _columns(parts, first, last),
                 }
             )
@@ -108,10 +110,12 @@ def _stops(spans: Iterable[Span]) -> list[Span]:
     """Return the times in which the run had ended, until it was resumed: the gaps of the learner,
     which always does something.
     """
-    own = sorted((span for span in spans if span.actor == "learner"), key=lambda span: span.start)
+    actor_spans = sorted(
+        (span for span in spans if span.actor == "learner"), key=lambda span: span.start
+    )
     return [
         Span("learner", "stopped", before.end, after.start - before.end, None)
-        for before, after in pairwise(own)
+        for before, after in pairwise(actor_spans)
         if after.start - before.end > _LONGEST_GAP_S
     ]
 

@@ -134,8 +134,8 @@ def _normalized(text: str) -> str:
     text = _SCALE.sub(lambda match: f"*1{'0' * _SCALES[match[1]]}", text)
 
     def improper(match: re.Match[str]) -> str:
-        whole, part, parts = map(int, match.groups())
-        return f"{whole * parts + part}/{parts}"
+        integer, part, parts = map(int, match.groups())
+        return f"{integer * parts + part}/{parts}"
 
     return _MIXED.sub(improper, text)
 

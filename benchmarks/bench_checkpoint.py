@@ -33,7 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchrl_grpo.host.checkpoint_files import check_whole
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
-from torchrl_grpo.learner.parts import read_parts
+from torchrl_grpo.learner.shards import read_parts
 from torchrl_grpo.learner.writer import CheckpointWriter
 from torchrl_grpo.models.sharding import init_mesh, shard_model
 

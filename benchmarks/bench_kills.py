@@ -184,7 +184,7 @@ def chain(script: str, kind: str, kills: int, seed: int, folder: Path) -> dict[s
 def _compared(folder: Path, length: str) -> dict[str, Any]:
     """Return whether a run equals the uninterrupted one to the last bit."""
     from torchrl_grpo.learner.checkpoint import read_checkpoint
-    from torchrl_grpo.learner.parts import tensors_in
+    from torchrl_grpo.learner.shards import tensors_in
 
     whole = folder.with_name(f"{folder.name}-whole")
     whole.mkdir()

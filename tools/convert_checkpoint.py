@@ -17,7 +17,7 @@ import torch
 
 from torchrl_grpo.host.checkpoint_files import STATE, sizes_and_sha256, write_manifest
 from torchrl_grpo.learner.checkpoint import check_stored
-from torchrl_grpo.learner.parts import write_parts
+from torchrl_grpo.learner.shards import write_parts
 from torchrl_grpo.models.sharding import WEIGHTS, exact_floats
 
 TRAILER = struct.Struct("<Q32s8s")

@@ -21,7 +21,7 @@ from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
 from torchrl_grpo.learner.optimizer import make_optimizer
-from torchrl_grpo.learner.parts import read_parts, write_parts
+from torchrl_grpo.learner.shards import read_parts, write_parts
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models import attention as attention_module
 from torchrl_grpo.models.divergence import Teacher

@@ -18,14 +18,14 @@ from tests.support.configs import compose_config
 from tests.support.vision import MAKERS, TEXT
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.context import Context
-from torchrl_grpo.assembly.memory import Images, encoder_cache_bytes, image_memory
+from torchrl_grpo.assembly.estimates import Images, encoder_cache_bytes, image_memory
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.extras.doctor import doctor
 from torchrl_grpo.extras.plan.command import main, parse, settings_of
 from torchrl_grpo.extras.plan.hardware import GPUS, SHAPES, model_shape
 from torchrl_grpo.extras.plan.splits import candidates
-from torchrl_grpo.host.memory import in_words
+from torchrl_grpo.host.out_of_memory import in_words
 from torchrl_grpo.images import EncodedImage, ImageFile, ImageSpan, images_of
 from torchrl_grpo.images.families import vision_parameters
 from torchrl_grpo.learner.optimizer import make_optimizer

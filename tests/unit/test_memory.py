@@ -26,7 +26,7 @@ from torchrl_grpo.config import ConfigError
 from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.extras.doctor import doctor
 from torchrl_grpo.extras.plan.command import parse, settings_of
-from torchrl_grpo.host.memory import in_words
+from torchrl_grpo.host.out_of_memory import in_words
 from torchrl_grpo.host.text import size
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.memory import ModelMemory, StepMemory, StepSetup

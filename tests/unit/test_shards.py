@@ -33,8 +33,8 @@ from torchrl_grpo.host.checkpoint_files import (
     step_of,
 )
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
-from torchrl_grpo.learner.parts import read_parts
 from torchrl_grpo.learner.resume import refusing
+from torchrl_grpo.learner.shards import read_parts
 from torchrl_grpo.learner.writer import CheckpointWriter
 from torchrl_grpo.loop import Schedule
 from torchrl_grpo.models.sharding import init_mesh, shard_model

@@ -18,7 +18,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.errors import NonFiniteError, NoSignalError
 from torchrl_grpo.learner import GRPOTrainer
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
-from torchrl_grpo.learner.parts import tensors_in
+from torchrl_grpo.learner.shards import tensors_in
 from torchrl_grpo.learner.writer import CheckpointWriter
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.rows import Rows

@@ -15,8 +15,8 @@ from torchrl.envs import Transform, TransformedEnv
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from torchrl_grpo.assembly.components import make_component
+from torchrl_grpo.assembly.estimates import Images
 from torchrl_grpo.assembly.geometry import Geometry
-from torchrl_grpo.assembly.memory import Images
 from torchrl_grpo.assembly.tasks import check_tests, dataset_names, read_task
 from torchrl_grpo.checks import GENERATED, check_multiple, context_length
 from torchrl_grpo.collectors.teacher_prompts import TeacherPrompts

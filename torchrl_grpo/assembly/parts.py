@@ -33,7 +33,7 @@ from torchrl_grpo.config.teacher import OWN_MODEL
 from torchrl_grpo.generation.base import Engine, engine_class
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.host.extras import load_extra
-from torchrl_grpo.host.memory import memory_short
+from torchrl_grpo.host.out_of_memory import memory_short
 from torchrl_grpo.host.startup import say
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.optimizer import EntropyControl, learning_rate_factor, make_optimizer

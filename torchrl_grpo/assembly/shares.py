@@ -11,12 +11,12 @@ import torch
 
 from torchrl_grpo.assembly.context import Context
 from torchrl_grpo.assembly.errors import as_config_errors
-from torchrl_grpo.assembly.memory import encoder_cache_bytes, step_setup
+from torchrl_grpo.assembly.estimates import encoder_cache_bytes, step_setup
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import engine_class
 from torchrl_grpo.host.accelerators import accelerators_in_use
-from torchrl_grpo.host.memory import in_words
+from torchrl_grpo.host.out_of_memory import in_words
 from torchrl_grpo.host.text import size
 from torchrl_grpo.models.memory import (
     BYTES,

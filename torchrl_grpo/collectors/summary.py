@@ -23,7 +23,7 @@ from torchrl_grpo.models.padding import (
     pad,
     trajectories_of,
 )
-from torchrl_grpo.transforms.parts import reward_parts
+from torchrl_grpo.transforms.decoupled import reward_parts
 
 _LONGEST_CHARACTER = 4
 """Maximum number of tokens per character: one for each byte."""

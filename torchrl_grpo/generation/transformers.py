@@ -33,7 +33,7 @@ from torchrl_grpo.generation.decoder import Decoder, GenericDecoder
 from torchrl_grpo.generation.fused_decoder import FusedDecoder, can_fuse
 from torchrl_grpo.generation.sampling import sample
 from torchrl_grpo.generation.stops import ending
-from torchrl_grpo.host.memory import memory_short
+from torchrl_grpo.host.out_of_memory import memory_short
 from torchrl_grpo.host.threads import limit_threads
 from torchrl_grpo.images import Prompt, tokens_of
 from torchrl_grpo.weights import load_weights

@@ -33,7 +33,7 @@ from torchrl_grpo.host.folders import numbered
 from torchrl_grpo.host.text import size
 from torchrl_grpo.images.families import family_of
 from torchrl_grpo.learner.export import ACCURACY, INVALID, export_model
-from torchrl_grpo.learner.parts import tensors_in
+from torchrl_grpo.learner.shards import tensors_in
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.weights.named import NamedTensors
 

@@ -22,12 +22,12 @@ from torchrl_grpo import keys
 from torchrl_grpo.compat.torch import mark_overflow
 from torchrl_grpo.errors import MemoryShortError, NonFiniteError, NoSignalError
 from torchrl_grpo.functional import effective_sample_size
-from torchrl_grpo.host.memory import memory_short
+from torchrl_grpo.host.out_of_memory import memory_short
 from torchrl_grpo.images.families import vision_parameters
 from torchrl_grpo.learner.diagnosis import queries_of, where_not_finite, why_no_token
 from torchrl_grpo.learner.measures import PassScores, StepMeasures
 from torchrl_grpo.learner.optimizer import EntropyControl, has_small_states
-from torchrl_grpo.learner.parts import read_parts
+from torchrl_grpo.learner.shards import read_parts
 from torchrl_grpo.models.layout import send
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import MEMORY_SHARE, StepSetup, savings, step_memory

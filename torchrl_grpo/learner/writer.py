@@ -20,7 +20,7 @@ from torch import Tensor
 from torchrl_grpo.host.checkpoint_files import STATE, sizes_and_sha256, write_manifest
 from torchrl_grpo.learner.checkpoint import Checkpointer, bytes_of, check_finite, set_aside
 from torchrl_grpo.learner.export import check_room, not_saved
-from torchrl_grpo.learner.parts import files_of, write_parts
+from torchrl_grpo.learner.shards import files_of, write_parts
 from torchrl_grpo.models.sharding import WEIGHTS, is_shared, local_part, own_parts
 
 if TYPE_CHECKING:

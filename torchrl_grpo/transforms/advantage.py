@@ -32,7 +32,7 @@ from torchrl_grpo.models.padding import (
 )
 from torchrl_grpo.rewards.spec import PartWeights
 from torchrl_grpo.transforms.batch import BatchTransform, in_next
-from torchrl_grpo.transforms.parts import decoupled_advantage, reward_parts
+from torchrl_grpo.transforms.decoupled import decoupled_advantage, reward_parts
 from torchrl_grpo.transforms.ragged import (
     all_of_group,
     flatten,

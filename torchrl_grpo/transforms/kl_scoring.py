@@ -20,7 +20,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl_grpo import keys
 from torchrl_grpo.envs.specs import RaggedRows
 from torchrl_grpo.errors import MemoryShortError
-from torchrl_grpo.host.memory import memory_short
+from torchrl_grpo.host.out_of_memory import memory_short
 from torchrl_grpo.images import Spans
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import forward_memory

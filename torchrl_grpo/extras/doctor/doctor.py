@@ -23,7 +23,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from torchrl_grpo.assembly.context import Context, describe_model
-from torchrl_grpo.assembly.memory import image_memory
+from torchrl_grpo.assembly.estimates import image_memory
 from torchrl_grpo.assembly.prepare import check_loggers
 from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.assembly.shares import shares
@@ -36,7 +36,7 @@ from torchrl_grpo.host import startup
 from torchrl_grpo.host.accelerators import accelerators_in_use
 from torchrl_grpo.host.checkpoint_files import AUTO, newest, read_manifest
 from torchrl_grpo.host.extras import load_extra
-from torchrl_grpo.host.memory import in_words
+from torchrl_grpo.host.out_of_memory import in_words
 from torchrl_grpo.host.text import accuracy, number, percent, printable, size
 from torchrl_grpo.learner.checkpoint import room_at
 from torchrl_grpo.loop import check_mismatch

@@ -15,8 +15,8 @@ from torchrl_grpo.host.folders import check_own_files
 from torchrl_grpo.images.families import family_of
 from torchrl_grpo.learner.checkpoint import read_checkpoint
 from torchrl_grpo.learner.export import export_model
-from torchrl_grpo.learner.parts import read_parts
 from torchrl_grpo.learner.resume import refusing
+from torchrl_grpo.learner.shards import read_parts
 from torchrl_grpo.models import loading
 
 

@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from torchrl_grpo.assembly.memory import encoder_cache_bytes, step_setup
+from torchrl_grpo.assembly.estimates import encoder_cache_bytes, step_setup
 from torchrl_grpo.checks import STARTERS
 from torchrl_grpo.config import ConfigError, GRPOConfig, compose, orderly_exit, staleness_bound
 from torchrl_grpo.extras.plan.hardware import GPUS, Workload, model_shape

@@ -27,7 +27,7 @@ from torchrl_grpo.tasks.drawing import Drawn
 _TAG = re.compile(r"<[^<>\s]*>")
 _LEARNED = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")
 """Fields of an assistant message that the template must render if the message has them."""
-Spans = list[tuple[int, int]]
+TextSpans = list[tuple[int, int]]
 
 
 class WrittenChat(NamedTuple):
@@ -167,7 +167,7 @@ class ChatWriter:
         prompt: Sequence[Message],
         rest: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
-    ) -> tuple[str, str, Spans]:
+    ) -> tuple[str, str, TextSpans]:
         """Return the prompt and the chat as text for ``ChatEncoder.encode``, and the spans of the
         assistant's turns in the chat.
 
@@ -252,7 +252,7 @@ def _check_begins_with(text: str, head: str) -> None:
         )
 
 
-def _check_written(rest: Sequence[Message], text: str, spans: Spans, start: int) -> None:
+def _check_written(rest: Sequence[Message], text: str, spans: TextSpans, start: int) -> None:
     """Check that the chat contains the words of each message: those of the assistant within its
     turns, all others between them.
     """

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.support.configs import ROOT
+from tools.prepare_release import LINK, absolute, check_tag, urls
 from torchrl_grpo.runtime.cluster import MIN_RAY
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -407,6 +408,36 @@ def test_an_old_python_is_refused_in_one_line(tmp_path: Path) -> None:
     )
     assert result.returncode == 1
     assert result.stderr == "PYTHON must be 3.11 or later, got 3.9: set PYTHON=python3.11\n"
+
+
+def test_a_release_links_to_the_files_of_its_tag() -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = absolute(page, "https://example.org/a/b", "v9")
+    assert not LINK.search(text) and "](docs/" not in text
+    links = re.findall(r"\]\(https://example\.org/a/b/(blob|raw)/v9/([^)#]+)", text)
+    assert len(links) == len(LINK.findall(page)) and ("raw", "docs/images/arithmetic.png") in links
+    assert all((ROOT / path).exists() for _, path in links)
+    table = tomllib.loads(urls("https://example.org/a/b", "v9"))["project"]["urls"]
+    assert {url.partition("/a/b")[0] for url in table.values()} == {"https://example.org"}
+
+
+def test_a_tag_must_be_that_of_a_version_with_notes() -> None:
+    texts = [
+        (ROOT / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "CHANGELOG.md")
+    ]
+    check_tag(f"v{PROJECT['version']}", *texts)
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {PROJECT['version']}\n" in citation
+    with pytest.raises(ValueError, match=rf"v{re.escape(PROJECT['version'])}, .*pyproject"):
+        check_tag("v0.0.1", *texts)
+    with pytest.raises(ValueError, match=r"CHANGELOG\.md"):
+        check_tag(f"v{PROJECT['version']}", texts[0], "")
+
+
+def test_actions_of_workflows_are_pinned_by_hash() -> None:
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for line in re.findall(r"uses: (.*)", path.read_text(encoding="utf-8")):
+            assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v[\d.]+", line), (path.name, line)
 
 
 def test_ci_runs_lint_docs_and_all_tests() -> None:

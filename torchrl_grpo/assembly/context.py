@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -34,6 +34,7 @@ from torchrl_grpo.learner.resume import Resume
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.memory import Shape
 from torchrl_grpo.reward_pool import RewardPool
+from torchrl_grpo.rewards.functions import OBJECTS
 from torchrl_grpo.runtime.placement import DevicePlan
 from torchrl_grpo.tasks.base import Split, Task
 
@@ -81,6 +82,7 @@ class Context:
         turns: whether engines share devices with other roles, and release them while those work.
         teacher_shape: shape of the largest teacher.
         teacher_prompts: writes the prompts that the teacher reads in place of the policy's.
+        objects: objects that the config names; see ``rewards.functions.OBJECTS``.
     """
 
     config: GRPOConfig
@@ -92,6 +94,11 @@ class Context:
     turns: bool = False
     teacher_shape: Shape | None = None
     teacher_prompts: TeacherPrompts | None = None
+    objects: dict[str, Any] = field(default_factory=OBJECTS.copy)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        OBJECTS.update(self.objects)  # in an actor
 
     def make(self, *facts: str) -> None:
         """Compute these facts now, in this order."""

@@ -281,6 +281,17 @@ class Saver(Observer):
             )
 
 
+class Callback(Observer):
+    """Calls a function after each step.
+
+    Args:
+        function: gets the step and its metrics.
+    """
+
+    def __init__(self, function: Callable[[int, Mapping[str, float]], object]) -> None:
+        self.stepped = function  # type: ignore[method-assign, assignment]
+
+
 class Timeline(Observer):
     """Records the start and duration of each stage, and names it for the stall watch.
 

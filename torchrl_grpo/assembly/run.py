@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from torchrl_grpo.assembly.context import Context
 from torchrl_grpo.assembly.errors import as_config_errors
 from torchrl_grpo.assembly.geometry import geometry_rows
 from torchrl_grpo.assembly.layouts import make_in_process, make_on_ray, start_cluster
-from torchrl_grpo.assembly.observers import Limits, Recorder, Saver, Timeline
+from torchrl_grpo.assembly.observers import Callback, Limits, Recorder, Saver, Timeline
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.schedule import schedule_of, writes_of
 from torchrl_grpo.assembly.shares import check_devices, shares
@@ -63,11 +63,15 @@ class Run:
     resources: ExitStack
     schedule: Schedule
 
-    def fit(self) -> dict[str, Any]:
-        """Train, export the model, write the report; return the run's summary."""
+    def fit(self, observers: Sequence[Observer] = ()) -> dict[str, Any]:
+        """Train, export the model, write the report; return the run's summary.
+
+        Args:
+            observers: called after the run's own, once a step is recorded and saved.
+        """
         checkpointer = self._checkpointer()
         try:
-            outputs = self._train(checkpointer)
+            outputs = self._train(checkpointer, observers)
         except BaseException as error:
             torchrl_logger.warning(f"The run ended early. Output is in {self.directory}.")
             if hint := self._resume_hint(checkpointer):
@@ -80,11 +84,12 @@ class Run:
             paths[name.partition(".")[0]] = self.directory / name
         return load_extra("summary")(self.console, self.directory, paths | outputs)
 
-    def _train(self, checkpointer: Checkpointer) -> dict[str, Path]:
+    def _train(self, checkpointer: Checkpointer, further: Sequence[Observer]) -> dict[str, Path]:
         """Train and export the model; return the paths of checkpoints and model."""
         learner, config = self.learner, self.context.config
         export = partial(learner.export, checkpointer, self.context.model.tokenizer)
         observers = self._observers(checkpointer, partial(export, ended=False))
+        observers += [each if isinstance(each, Observer) else Callback(each) for each in further]
         fit(learner, self.rollouts, self.schedule, observers, last_row=self.logger.last_row)
         if self.schedule.left(learner.version):
             torchrl_logger.warning(
@@ -180,7 +185,8 @@ def build(
     started_at = time.monotonic()
     max_staleness = staleness_bound(config, asynchronous)
     with as_config_errors(), ExitStack() as resources:
-        console = resources.enter_context(Console())  # first: it takes the colors out of log lines
+        # First: it takes the colors out of log lines.
+        console: Console = resources.enter_context(load_extra("console")())
         directory = resources.enter_context(FolderLock(directory)).folder
         watch = resources.enter_context(stalls.watched(config.train.stall_timeout_s, directory))
         resume = find_resume(config, plain(config), directory)

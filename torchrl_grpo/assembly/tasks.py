@@ -17,7 +17,7 @@ from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.startup import say
-from torchrl_grpo.rewards.functions import load_class, load_function
+from torchrl_grpo.rewards.functions import OBJECTS, load_class, load_function
 from torchrl_grpo.rewards.spec import parse_rewards
 from torchrl_grpo.tasks.base import Problem, Split, Task
 from torchrl_grpo.tasks.conversations import WithRetry, WithTools
@@ -310,8 +310,10 @@ def _make_test(entry: DatasetConfig, field: str, reward: Any, scoring: Scoring) 
 
 def _make_problems(env: EnvConfig, scoring: Scoring) -> Task:
     """Return the task or the data of a config, with its rewards if they score it."""
-    if env.task.get("_target_") is not None:
-        task = make_component("env.task", env.task, Task)
+    if (name := env.task.get("_target_")) is not None:
+        task = OBJECTS.get(name)
+        if not isinstance(task, Task):
+            task = make_component("env.task", env.task, Task)
         return task if env.reward is None else _with_rewards(task, env.reward, "env.reward")
     if env.datasets is None and env.dataset is None and scoring == "not":
         return SeedsTask(env.max_samples, env.prompt_template, env.system_prompt)

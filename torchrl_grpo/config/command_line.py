@@ -118,7 +118,7 @@ def from_hydra(
             merged.env.repeats = 1
         config: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error, sys.argv[1:])) from error
+        raise ConfigError(_explain(error, overrides)) from error
     try:
         validate(config)
     except ConfigError as error:
@@ -174,18 +174,54 @@ def _schema() -> Any:
     return OmegaConf.structured(GRPOConfig)
 
 
-def compose(name: str, overrides: Sequence[str]) -> GRPOConfig:
-    """Return the typed, validated config of a file in ``CONFIG_FILES``, for commands that start no
-    run.
+def compose(
+    name: str,
+    overrides: Sequence[str] | Mapping[str, Any],
+    find_saved: FindSaved | None = None,
+) -> GRPOConfig:
+    """Return the typed, validated config of a file in ``CONFIG_FILES``, without ``hydra.main``.
+
+    Args:
+        name: of the file, without its suffix.
+        overrides: as on the command line, or values of plain types by key.
+        find_saved: see ``from_hydra``.
 
     Raises:
-        ConfigError: a rule is broken.
+        ConfigError: a rule is broken, or there is no such file or key.
     """
     register()
+    if isinstance(overrides, Mapping):
+        overrides = [_added(f"{key}={_in_grammar(value)}") for key, value in overrides.items()]
+    else:
+        overrides = [*map(with_argument_added, overrides)]
     check_command_line(overrides)
-    overrides = [*map(with_argument_added, overrides)]
-    with hydra.initialize_config_dir(CONFIG_FILES, version_base="1.3"):
-        return from_hydra(hydra.compose(name, list(overrides)), overrides)
+    try:
+        with hydra.initialize_config_dir(CONFIG_FILES, version_base="1.3"):
+            return from_hydra(hydra.compose(name, overrides), overrides, find_saved)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error, overrides)) from error
+
+
+def _in_grammar(value: Any) -> str:
+    """Return a value of plain types in Hydra's grammar; text in quotes.
+
+    >>> _in_grammar([{"fn": "a b", "weight": 0.5}, None])
+    '[{fn:"a b",weight:0.5},null]'
+    """
+    if isinstance(value, str):
+        return _quoted(value)
+    if isinstance(value, Mapping):
+        entries = (f"{key}:{_in_grammar(inner)}" for key, inner in value.items())
+        return f"{{{','.join(entries)}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_in_grammar, value))}]"
+    return written(value)
+
+
+def _quoted(text: str) -> str:
+    """Return text in the quotes of Hydra, for which a backslash is an escape only before a quote."""
+    text = re.sub(r'(\\*)("|\Z)', lambda match: 2 * match[1] + match[2].replace('"', '\\"'), text)
+    return f'"{text}"'
 
 
 def split_command_line(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -250,7 +286,11 @@ def with_argument_added(override: str) -> str:
     >>> with_argument_added("policy.loss.width=0.1"), with_argument_added(r"env.system_prompt=a\nb")
     ('++policy.loss.width=0.1', 'env.system_prompt="a\nb"')
     """
-    override = _TEXT.sub(_with_characters, override)
+    return _added(_TEXT.sub(_with_characters, override))
+
+
+def _added(override: str) -> str:
+    """Return an override with ``++`` if it sets an argument of a component."""
     is_argument = override.startswith(_ARGUMENTS) and "._target_=" not in override
     return f"++{override}" if is_argument else override
 
@@ -393,9 +433,7 @@ def _unreadable(error: OverrideParseException) -> str:
     name, value = split_override(error.override)
     if name not in FIELDS or "str" not in _type_of(GRPOConfig, name).split(" | "):
         return f"{error.override} must be an override that Hydra can read:\n{error}"
-    # Hydra treats a backslash as an escape only before a quote.
-    text = re.sub(r'(\\*)("|\Z)', lambda match: 2 * match[1] + match[2].replace('"', '\\"'), value)
-    quoted = shlex.quote(f'{key}="{text}"')
+    quoted = shlex.quote(f"{key}={_quoted(value)}")
     return (
         f"{error.override} must be quoted for Hydra too, because it contains characters of Hydra's "
         f"grammar: use {quoted}."
@@ -501,7 +539,8 @@ def _mistyped(name: str, value: Any) -> str:
 def starting(config: GRPOConfig) -> Iterator[None]:
     """Context in which a script imports a run."""
     say("importing PyTorch, TorchRL and transformers")
-    needs_all = bool(config.env.transforms)
+    # In somebody else's process, its other code may need what a quick import leaves out.
+    needs_all = bool(config.env.transforms) or not interrupts.in_script()
     with interrupts.expendable(), quick_imports(whole_torchrl=needs_all):
         yield
 

@@ -28,21 +28,27 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _signal: int | None = None
 _status: int | None = None
 _watching = 0
+_exits = True
 _depth = 0
 _max_wait_s: float | None = None
 
 
 @contextmanager
-def watched() -> Iterator[None]:
+def watched(*, exits: bool = True) -> Iterator[None]:
     """Handle the signals within the context, but not a SIGHUP that ``nohup`` ignores.
+
+    Args:
+        exits: whether the process is a script of ours, which a second signal ends at once. In a
+            notebook it raises ``KeyboardInterrupt`` again.
 
     Raises:
         KeyboardInterrupt: there was a SIGINT.
         SystemExit: there was another one; the status is 128 plus its number.
     """
-    global _signal, _status, _watching
-    outer = _signal, _status
+    global _signal, _status, _watching, _exits
+    outer = _signal, _status, _exits
     _watching += 1
+    _exits = exits
     previous = [(number, signal.getsignal(number)) for number in _SIGNALS]
     for number, handler in previous:
         if number != signal.SIGHUP or handler != signal.SIG_IGN:
@@ -54,7 +60,7 @@ def watched() -> Iterator[None]:
             raise
         sys.exit(status())
     finally:
-        _signal, _status = outer
+        _signal, _status, _exits = outer
         _watching -= 1
         for number, handler in previous:
             signal.signal(number, handler)
@@ -65,7 +71,7 @@ def expendable() -> Iterator[None]:
     """Let a signal end this process at once within the context, because there is nothing to save
     and an import may swallow an exception.
     """
-    numbers = [number for number in _SIGNALS if signal.getsignal(number) == _handle]
+    numbers = [number for number in _SIGNALS if _exits and signal.getsignal(number) == _handle]
     for number in numbers:
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -116,7 +122,7 @@ def ignore_broken_pipes() -> None:
 
 def in_script() -> bool:
     """Return whether this process is one of our scripts, which ends with the run."""
-    return _watching > 0
+    return _watching > 0 and _exits
 
 
 def status() -> int | None:
@@ -161,10 +167,10 @@ def shielded(max_wait_s: float | None = None) -> Iterator[None]:
 
 def _handle(number: int, _: Any) -> None:
     global _signal
-    if _signal is not None:
+    if _signal is not None and _exits:
         os._exit(128 + number)
-    _signal = number
-    if _depth == 0:
+    is_second, _signal = _signal is not None, number
+    if _depth == 0 or is_second:
         raise KeyboardInterrupt
     if _max_wait_s is not None:
         signal.signal(signal.SIGALRM, signal.default_int_handler)

@@ -96,8 +96,16 @@ def say(text: str) -> None:
         _current.say(text)
 
 
+def restart() -> None:
+    """Begin to count the seconds now: a notebook imports this module long before a run."""
+    global _started_at
+    _started_at = time.monotonic()
+
+
 def elapsed() -> float:
-    """Return the seconds since this module was imported, at the start of a command."""
+    """Return the seconds since this module was imported, at the start of a command, or since
+    ``restart``.
+    """
     return time.monotonic() - _started_at
 
 

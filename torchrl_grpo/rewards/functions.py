@@ -29,6 +29,9 @@ Sources = dict[str, tuple[str, str]]
 
 _sources: Sources = {}
 
+OBJECTS: dict[str, Any] = {}
+"""Objects that ``torchrl_grpo.train`` was called with, by the names that the config has for them."""
+
 
 def load_function(
     name: str, field: str = "env.reward", builtins: Mapping[str, str] = BUILTINS
@@ -61,6 +64,8 @@ def load_class(name: str, field: str) -> Callable[..., Any]:
 def _load(
     full: str, name: str, field: str, builtins: Mapping[str, str], kind: str
 ) -> Callable[..., Any]:
+    if full in OBJECTS and isinstance(OBJECTS[full], type) == (kind == "class"):
+        return OBJECTS[full]
     place, _, function = full.rpartition(":")
     if full.endswith(".py"):
         place, function = full, ""

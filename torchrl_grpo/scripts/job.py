@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,14 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from torchrl_grpo.assembly.launch import launch
 from torchrl_grpo.config import (
     ConfigError,
     check_command_line,
-    check_script,
     from_hydra,
     orderly_exit,
     register,
     split_command_line,
-    starting,
 )
 from torchrl_grpo.config.help import HELP
 from torchrl_grpo.host import interrupts, startup
@@ -208,56 +207,8 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
     config = from_hydra(
         cfg, hydra_config.overrides.task, partial(saved_config, directory=directory)
     )
-    check_script(config, asynchronous)
-    startup.begin()
-    task = None
-    if not config.dry_run:  # which reports it among its checks
-        load_extra("check_models")(config)
-        startup.say("reading data")
-        from torchrl_grpo.assembly.tasks import read_task
-
-        task = read_task(config)
-    # The imports take seconds; --help and mistakes are handled before.
-    with starting(config):
-        from torchrl_grpo.assembly.run import build
-
-    if config.dry_run:
-        examine = load_extra("dry_run")
-        if not examine(config, directory, asynchronous=asynchronous):
-            sys.exit(1)
-        return None
-    with (
-        _writing_log(),
-        closing(build(config, directory, asynchronous=asynchronous, task=task)) as run,
-    ):
-        summary = run.fit()
-    return load_extra("objective")(summary)
-
-
-@contextmanager
-def _writing_log() -> Iterator[None]:
-    """Write TorchRL's log lines to Hydra's log file too, because its logger does not propagate
-    them.
-    """
-    from torchrl import torchrl_logger
-
-    files = [
-        handler
-        for handler in logging.getLogger().handlers
-        if isinstance(handler, logging.FileHandler)
-    ]
-    for file in files:
-        file.handleError = _ignore_full_disk  # type: ignore[method-assign]
-        torchrl_logger.addHandler(file)
-    try:
-        yield
-    finally:
-        for file in files:
-            torchrl_logger.removeHandler(file)
-
-
-def _ignore_full_disk(record: logging.LogRecord) -> None:
-    """Ignore a log line that does not fit on a full disk; the terminal has it."""
+    summary = launch(config, directory, asynchronous=asynchronous)
+    return summary and load_extra("objective")(summary)
 
 
 @contextmanager

@@ -1,0 +1,222 @@
+"""``train`` and ``evaluate``: a run from Python, with objects wherever the config takes a name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from torchrl_grpo.assembly.launch import launch
+from torchrl_grpo.config import compose, plain
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.extras.call.inputs import FOLDER, Inputs
+from torchrl_grpo.extras.call.result import Result
+from torchrl_grpo.host import interrupts, startup
+from torchrl_grpo.host.checkpoint_files import saved_config
+from torchrl_grpo.host.folders import FolderLock, absent, claim
+from torchrl_grpo.rewards.functions import OBJECTS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from torchrl_grpo.loop import Observer
+    from torchrl_grpo.tasks.base import Task
+
+Rows = Iterable[Mapping[str, Any]]
+Data = str | os.PathLike[str] | Rows | Mapping[str, Rows]
+"""A name as in the config; rows, such as a list of dicts, a ``datasets.Dataset`` or a pandas table;
+or rows by split.
+"""
+Function = str | Callable[..., Any]
+_DEFAULT_FOLDER = "outputs/%Y-%m-%d/%H-%M-%S"
+
+
+def train(
+    config: str = "grpo_gsm8k",
+    *,
+    dataset: Data | None = None,
+    test_dataset: Data | None = None,
+    reward: Function | Mapping[str, Any] | Sequence[Function | Mapping[str, Any]] | None = None,
+    model: str | PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    tools: Sequence[Function] | None = None,
+    environment: Function | Mapping[str, Function] | None = None,
+    agent: Function | None = None,
+    task: str | type[Task] | Task | None = None,
+    loss: str | type[Any] | None = None,
+    observers: Sequence[Observer | Callable[[int, Mapping[str, float]], object]] = (),
+    overrides: Mapping[str, Any] | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    asynchronous: bool = False,
+) -> Result:
+    """Train, as the command ``grpo`` does: with its config, checks, messages and files.
+
+    Args:
+        config: name of a config, as ``--config-name``.
+        dataset: ``env.dataset``, or its rows.
+        test_dataset: rows to test on; or a data set of ``evaluation.datasets``.
+        reward: ``env.reward``; functions may stand wherever it takes a name.
+        model: ``model.name``, or a model, of which a copy is trained.
+        tokenizer: tokenizer (or processor) of a model object.
+        tools: ``env.tools``, or functions.
+        environment: ``env.environment``, or a class, or classes by name.
+        agent: ``env.agent``, or an ``async`` function.
+        task: ``env.task._target_``, or a task.
+        loss: ``policy.loss._target_``, or a subclass of ``GRPOLoss`` or ``Surrogate``.
+        observers: called after each step is recorded and saved; functions get the step and its
+            metrics.
+        overrides: values by config key; objects may stand for names.
+        folder: folder of the run; by default ``outputs/DATE/TIME``.
+        resume: ``train.resume``: ``"auto"``, a checkpoint, or the folder of a run.
+        asynchronous: whether to sample while training, as ``grpo-async`` does.
+
+    Raises:
+        ConfigError: a value breaks a rule; the message names key, rule, value and fix.
+        KeyboardInterrupt: the run was interrupted, after it has written a checkpoint.
+        RunLostError: the run cannot continue.
+    """
+    values = {
+        "env.dataset": dataset,
+        "env.reward": reward,
+        "model.name": model,
+        "env.tools": tools,
+        "env.environment": environment,
+        "env.agent": agent,
+        "env.task._target_": task,
+        "policy.loss._target_": loss,
+        "train.resume": None if resume is None else str(resume),
+    }
+    if test_dataset is not None:
+        if any(
+            isinstance(data, str | os.PathLike) or data is None for data in (dataset, test_dataset)
+        ):
+            values["evaluation.datasets"] = [{"dataset": test_dataset}]
+        else:
+            values["env.dataset"] = {"train": dataset, "test": test_dataset}
+    settings = {key: value for key, value in values.items() if value is not None}
+    with _plain_errors(), _interrupts():
+        _check_keys(settings, overrides or {}, model, tokenizer)
+        settings |= overrides or {}
+        where = claim(Path(time.strftime(_DEFAULT_FOLDER))) if folder is None else Path(folder)
+        return _run(config, settings, where, tokenizer, observers, asynchronous=asynchronous)
+
+
+def evaluate(
+    config: str = "grpo_gsm8k",
+    *,
+    dataset: Data | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    **arguments: Any,
+) -> Result:
+    """Evaluate a model without training it: ``metrics[0]`` has ``eval/pass@1``.
+
+    Args:
+        config: see ``train``.
+        dataset: rows to evaluate; or a data set, of which the test split is evaluated.
+        overrides: see ``train``.
+        **arguments: see ``train``.
+
+    Raises:
+        ConfigError: see ``train``.
+    """
+    settings: dict[str, Any] = {"train.total_dialog_turns": 0}
+    if not (dataset is None or isinstance(dataset, str | os.PathLike | Mapping)):
+        settings["env.test_split"] = "train"
+    return train(config, dataset=dataset, overrides=settings | {**(overrides or {})}, **arguments)
+
+
+def _check_keys(
+    settings: Mapping[str, Any], overrides: Mapping[str, Any], model: Any, tokenizer: Any
+) -> None:
+    """Refuse what would be ignored.
+
+    Raises:
+        ConfigError: a key has two values, or belongs to Hydra.
+    """
+    for key in overrides:
+        if key in settings:
+            raise ConfigError(
+                f"{key} must have one value, but an argument and overrides both set it: leave one "
+                "of them out."
+            )
+        if key.startswith("hydra"):
+            raise ConfigError(f"{key} must be left out in Python: use folder for hydra.run.dir.")
+    if tokenizer is not None and not hasattr(model, "save_pretrained"):
+        raise ConfigError(
+            f"tokenizer must come with a model object, but model={model!r:.80} has its own: leave "
+            "tokenizer out, or give the model as an object."
+        )
+
+
+def _run(
+    config: str,
+    settings: Mapping[str, Any],
+    folder: Path,
+    tokenizer: Any,
+    observers: Sequence[Any],
+    *,
+    asynchronous: bool,
+) -> Result:
+    startup.restart()
+    saved = saved_config(settings.get("train.resume"), folder)
+    # A run that continues in another folder keeps the inputs of the first one.
+    inputs = Inputs(folder if saved is None else _folder_of(saved[0]), tokenizer)
+    values = {key: inputs.plain(key, value) for key, value in settings.items()}
+    OBJECTS.clear()
+    OBJECTS.update(inputs.objects)
+    options = compose(config, values, lambda _: saved)
+    is_new = bool(absent(folder))
+    try:
+        with FolderLock(folder):
+            inputs.save(resumes=saved is not None)
+            if not options.dry_run:
+                _write_config(folder, plain(options), values)
+        launch(options, folder, asynchronous=asynchronous, observers=observers)
+    except ConfigError:
+        if {path.name for path in folder.iterdir()} <= {FOLDER, ".hydra"} and is_new:
+            shutil.rmtree(folder)
+        raise
+    return Result(folder)
+
+
+def _folder_of(checkpoint: Path) -> Path:
+    return checkpoint.parent.parent
+
+
+def _write_config(folder: Path, config: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Write the files of Hydra that reports and the dashboard read."""
+    hydra = folder / ".hydra"
+    hydra.mkdir(exist_ok=True)
+    overrides = [f"{key}={value}" for key, value in values.items()]
+    for name, content in (("config", config), ("overrides", overrides)):
+        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+        (hydra / f"{name}.yaml").write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _interrupts() -> Iterator[None]:
+    """Let an interrupt wait for the end of a step, so that the run leaves a checkpoint of it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    try:
+        with interrupts.watched(exits=False) if is_main else nullcontext():
+            yield
+    finally:
+        startup.end()
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise mistakes without the errors that led to them, and in the words of a call."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error).replace("hydra.run.dir=", "folder=")
+        raise ConfigError(text.replace("hydra.run.dir", "folder")) from None

@@ -118,7 +118,8 @@ def staleness_bound(config: GRPOConfig, asynchronous: bool) -> int:
     if staleness and not asynchronous:
         raise ConfigError(
             f"train.max_staleness={staleness} must be 0 in grpo.py, which trains on what the "
-            "current weights sampled: use sota/grpo/grpo-async.py, or leave it out."
+            "current weights sampled: use sota/grpo/grpo-async.py (in Python asynchronous=True), "
+            "or leave it out."
         )
     return int(asynchronous) if staleness is None else staleness
 

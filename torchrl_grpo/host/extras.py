@@ -17,7 +17,7 @@ EXTRAS = {
     "check_reward_model": "torchrl_grpo.integrations.graders.reward_model:check_reward_model",
     "check_served_teacher": "torchrl_grpo.integrations.served_teacher:ServedTeacher.check",
     "check_service": "torchrl_grpo.extras.trackers.services:check_service",  # logging.wandb.mode=online, for example
-    "console": "torchrl_grpo.extras.notebook:make_console",  # of the terminal, or of a notebook
+    "console": "torchrl_grpo.extras.call.notebook:make_console",  # of the terminal, or of a notebook
     "dashboard": "torchrl_grpo.extras.view.start:page_beside",  # logging.page=true
     "dry_run": "torchrl_grpo.extras.doctor.doctor:examine",  # dry_run=true
     "explain_arguments": "torchrl_grpo.extras.hints.arguments:explain_arguments",  # of a reward

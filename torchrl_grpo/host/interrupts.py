@@ -125,6 +125,11 @@ def in_script() -> bool:
     return _watching > 0 and _exits
 
 
+def in_call() -> bool:
+    """Return whether a run was called from Python, whose process stays."""
+    return _watching > 0 and not _exits
+
+
 def status() -> int | None:
     """Return the exit status requested by the first signal or ``end_with``; None before that."""
     return _status if _signal is None else 128 + _signal

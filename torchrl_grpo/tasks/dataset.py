@@ -374,7 +374,10 @@ class DatasetTask(Task):
         table, prompts = self._checked(names[split], split)
         others: set[bytes] = set()
         with suppress(UnknownSplitError):
-            if other in self._problems or (self.drops_shared and split == "train"):
+            is_same = names[other] == names[split]  # to evaluate on all of a file
+            if not is_same and (
+                other in self._problems or (self.drops_shared and split == "train")
+            ):
                 others.update(self._checked(names[other], other)[1])
         shared = [i for i, prompt in enumerate(prompts) if prompt in others]
         if shared and not self.drops_shared:

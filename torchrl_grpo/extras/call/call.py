@@ -148,7 +148,7 @@ def _check_keys(
                 "of them out."
             )
         if key.startswith("hydra"):
-            raise ConfigError(f"{key} must be left out in Python: use folder for hydra.run.dir.")
+            raise ConfigError(f"{key} is for the command line only: leave it out, and use folder.")
     if tokenizer is not None and not hasattr(model, "save_pretrained"):
         raise ConfigError(
             f"tokenizer must come with a model object, but model={model!r:.80} has its own: leave "
@@ -219,4 +219,4 @@ def _plain_errors() -> Iterator[None]:
         yield
     except ConfigError as error:
         text = str(error).replace("hydra.run.dir=", "folder=")
-        raise ConfigError(text.replace("hydra.run.dir", "folder")) from None
+        raise ConfigError(text.replace("another hydra.run.dir", "another folder")) from None

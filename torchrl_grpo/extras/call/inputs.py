@@ -61,7 +61,7 @@ class Inputs:
             return self._file("data", splits)
         if isinstance(value, Mapping):
             return {name: self.plain(f"{key}.{name}", inner) for name, inner in value.items()}
-        if isinstance(value, Sequence):
+        if isinstance(value, Sequence) and not isinstance(value, bytes):
             return [self.plain(f"{key}[]", inner) for inner in value]
         if callable(value) or key in _NAMELESS:
             return self._name(value)

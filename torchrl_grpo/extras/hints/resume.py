@@ -16,12 +16,14 @@ _PLAIN = re.compile(r"[\w./~@%+:-]*")
 
 def resume_command(checkpoint: Path, directory: Path) -> str:
     """Return the whole command that resumes a run or, in a sweep and outside our scripts, only the
-    override.
+    override; after a call from Python, the arguments to add.
 
     Args:
         checkpoint: the latest checkpoint, the run's own or the one that it resumed from.
         directory: the run's folder.
     """
+    if interrupts.in_call():
+        return f'torchrl_grpo.train(..., folder="{directory}", resume="{AUTO}")'
     words = sys.orig_argv
     if not interrupts.in_script() or {"--multirun", "-m"} & {*words}:
         return f"train.resume={checkpoint}"

@@ -58,13 +58,15 @@ def run_title(config: str, hydra: str) -> str:
     """
     try:
         settings = load_yaml(config)
-        choices = load_yaml(hydra)["hydra"]["runtime"]["choices"]
         env = settings["env"]
         sets = [_short_path(str(entry["dataset"])) for entry in env.get("datasets") or [env]]
         task = env.get("task") or {}
         target = task if isinstance(task, str) else task.get("_target_")
         data = target or env.get("environment") or " and ".join(sets)
-        return f"{_short_path(settings['model']['name'])} on {data} with {choices['algo']}"
+        title = f"{_short_path(settings['model']['name'])} on {data}"
+        if not hydra:  # a run from Python
+            return title
+        return f"{title} with {load_yaml(hydra)['hydra']['runtime']['choices']['algo']}"
     except (yaml.YAMLError, AttributeError, KeyError, TypeError):
         return "GRPO run"
 

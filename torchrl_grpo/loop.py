@@ -32,7 +32,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchrl_grpo.host.interrupts import delivered, shielded
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torchrl_grpo.runtime.learner import RayLearner
     from torchrl_grpo.runtime.rollouts import Rollouts
 
-    AnyLearner = Learner | RayLearner
+    AnyLearner: TypeAlias = Learner | RayLearner
 
 __all__ = ["Observer", "Schedule", "fit"]
 

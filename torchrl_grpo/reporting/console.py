@@ -97,7 +97,7 @@ class Console(AbstractContextManager["Console"]):
             numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
             table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
         for row in rows:
-            table.add_row(*(self._text(_cell(name, row.get(name))) for name in columns))
+            table.add_row(*(self._text(cell_text(name, row.get(name))) for name in columns))
         self._rich.print(table)
 
     def problems(self, train: int, test: int, prompt: str, *, is_stateful: bool = False) -> None:
@@ -310,7 +310,8 @@ def _join(metrics: Mapping[str, float], names: Mapping[str, str], separator: str
     return separator.join(f"{label} {value}" for label, value in values.items())
 
 
-def _cell(name: str, value: Any) -> str:
+def cell_text(name: str, value: Any) -> str:
+    """Return a cell of a ``Console.table``."""
     if value is None:
         return MISSING
     if name == "parameters":

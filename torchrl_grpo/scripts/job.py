@@ -208,7 +208,7 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
         cfg, hydra_config.overrides.task, partial(saved_config, directory=directory)
     )
     summary = launch(config, directory, asynchronous=asynchronous)
-    return summary and load_extra("objective")(summary)
+    return None if summary is None else load_extra("objective")(summary)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import yaml
 
 from torchrl_grpo.assembly.launch import launch
 from torchrl_grpo.config import compose, plain
-from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.errors import ConfigError, RunLostError
 from torchrl_grpo.extras.call.inputs import FOLDER, Inputs
 from torchrl_grpo.extras.call.result import Result
 from torchrl_grpo.host import interrupts, startup
@@ -102,11 +102,15 @@ def train(
         else:
             values["env.dataset"] = {"train": dataset, "test": test_dataset}
     settings = {key: value for key, value in values.items() if value is not None}
-    with _plain_errors(), _interrupts():
+    try:
         _check_keys(settings, overrides or {}, model, tokenizer)
         settings |= overrides or {}
         where = claim(Path(time.strftime(_DEFAULT_FOLDER))) if folder is None else Path(folder)
-        return _run(config, settings, where, tokenizer, observers, asynchronous=asynchronous)
+        with _interrupts():
+            return _run(config, settings, where, tokenizer, observers, asynchronous=asynchronous)
+    except (ConfigError, RunLostError, KeyboardInterrupt) as error:
+        # The message is for the user; what led to it would only hide it.
+        raise _in_words_of_a_call(error).with_traceback(None) from None
 
 
 def evaluate(
@@ -212,11 +216,9 @@ def _interrupts() -> Iterator[None]:
         startup.end()
 
 
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Raise mistakes without the errors that led to them, and in the words of a call."""
-    try:
-        yield
-    except ConfigError as error:
-        text = str(error).replace("hydra.run.dir=", "folder=")
-        raise ConfigError(text.replace("another hydra.run.dir", "another folder")) from None
+def _in_words_of_a_call(error: BaseException) -> BaseException:
+    """Return the error, of which a mistake names the argument in place of Hydra's key."""
+    if not isinstance(error, ConfigError):
+        return error
+    text = str(error).replace("hydra.run.dir=", "folder=")
+    return ConfigError(text.replace("another hydra.run.dir", "another folder"))

@@ -23,14 +23,14 @@ from torchrl_grpo.extras.report.panels import (
     series,
 )
 from torchrl_grpo.host import startup
-from torchrl_grpo.host.text import MISSING, duration, number, percent, printable_lines, reward_text
-from torchrl_grpo.reporting.console import Console
+from torchrl_grpo.host.text import duration, number, percent, printable_lines, reward_text
+from torchrl_grpo.reporting.console import Console, cell_text
 
 _EVERY_S = 0.5
 """Shortest time between two updates."""
 _ROWS = 8
 _PANELS = 4
-_WIDTH, _HEIGHT = 300, 150
+_WIDTH, _HEIGHT = 228, 130
 _COLUMNS = {
     "rollout/reward_mean": "reward",
     "rollout/accuracy": "accuracy",
@@ -45,12 +45,14 @@ _STYLE = """
 .grpo{font:13px/1.45 system-ui,sans-serif;max-width:1000px;color:inherit}
 .grpo .bar{height:6px;border-radius:3px;background:rgba(128,128,128,.25);margin:6px 0 10px}
 .grpo .bar div{height:100%;border-radius:3px;background:#3b82f6}
-.grpo .curves{display:flex;flex-wrap:wrap;gap:10px 20px;margin:10px 0}
-.grpo figure{margin:0;width:300px}
+.grpo .curves{display:flex;flex-wrap:wrap;gap:10px 16px;margin:10px 0}
+.grpo figure{margin:0;width:228px}
 .grpo figcaption{font-weight:600}
 .grpo .legend{font-size:11px;opacity:.85}
+.grpo .legend span{white-space:nowrap;margin-right:8px}
+.grpo .legend i{font-style:normal}
 .grpo svg text{font:10px system-ui,sans-serif;fill:currentColor;opacity:.7}
-.grpo table{border-collapse:collapse;margin:6px 0;font-variant-numeric:tabular-nums}
+.grpo table{font:inherit;border-collapse:collapse;margin:6px 0;font-variant-numeric:tabular-nums}
 .grpo th,.grpo td{padding:2px 14px 2px 0;text-align:right;vertical-align:top;border:0;background:none}
 .grpo th{font-weight:600;border-bottom:1px solid rgba(128,128,128,.4)}
 .grpo .text{text-align:left;white-space:pre-wrap;overflow-wrap:anywhere;max-width:420px}
@@ -82,13 +84,14 @@ class NotebookConsole(Console):
         self._samples = ""
         self._address = ""
         self._activity = "starting"
+        self._is_closed = False
         self._done, self._total = 0, 0
         self._begun_at = time.monotonic()
         self._begun_with = 0
 
     def table(self, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         columns = [*dict.fromkeys(name for row in rows for name in row)]
-        cells = ([_cell(row.get(name)) for name in columns] for row in rows)
+        cells = ([_escaped(cell_text(name, row.get(name))) for name in columns] for row in rows)
         self._plan.append(f"<b>{escape(title)}</b>{_table(columns, cells, columns[:1])}")
 
     def problems(self, train: int, test: int, prompt: str, *, is_stateful: bool = False) -> None:
@@ -100,7 +103,9 @@ class NotebookConsole(Console):
         self._address = address
 
     def line(self, text: str, style: str = "") -> None:
-        if text:
+        if self._is_closed:
+            print(text)  # the result of the run, below its progress
+        elif text:
             self._lines.append(text)
 
     def start(self, sequences_done: int, sequences_total: int, *, evaluates: bool = True) -> None:
@@ -142,15 +147,10 @@ class NotebookConsole(Console):
         self._alarms.append(f"alarm {name} at step {step}: {text}")
 
     def close(self) -> None:
-        if self._total or self._records:
+        if self._display is not None and not self._is_closed:
             self._activity = "" if self._done >= self._total else "stopped"
             self._show()
-        # What follows is the result of the run.
-        lines, self._lines = self._lines, []
-        for line in lines:
-            super().line(line)
-        self._records, self._total = {}, 0
-        self.line = super().line  # type: ignore[method-assign]
+        self._is_closed = True
 
     def _show(self) -> None:
         from IPython.display import HTML, display
@@ -202,9 +202,10 @@ class NotebookConsole(Console):
 def _steps(records: Sequence[Mapping[str, Any]]) -> str:
     """Return the table of the latest steps; the first one is kept beside them."""
     shown = [*records[:1], *records[1:][1 - _ROWS :]]
-    columns = {
-        name: label for name, label in _COLUMNS.items() if any(name in record for record in shown)
-    }
+    logged = set[str]().union(*shown)
+    columns = {name: label for name, label in _COLUMNS.items() if name in logged}
+    if "rollout/reward_mean" in columns:
+        columns.pop("train/loss", None)  # it does not show whether a policy improves
     cells = (
         [f"{record['step']:,}"]
         + [
@@ -230,13 +231,6 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequenc
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return MISSING
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number(value) if is_number else _escaped(value)
-
-
 def _escaped(value: Any) -> str:
     return escape(printable_lines(str(value)))
 
@@ -246,7 +240,7 @@ def _figure(panel: Panel, records: Sequence[Mapping[str, Any]]) -> str:
     curves = series(panel, records)
     low, high = heights_of(panel, [curves])
     first, last = records[0]["step"], records[-1]["step"]
-    left, right, top, bottom = 40, _WIDTH - 8, 8, _HEIGHT - 18
+    left, right, top, bottom = 48, _WIDTH - 6, 8, _HEIGHT - 18
 
     def place(step: float, value: float) -> tuple[float, float]:
         across = (step - first) / max(last - first, 1)
@@ -254,9 +248,10 @@ def _figure(panel: Panel, records: Sequence[Mapping[str, Any]]) -> str:
         return left + across * (right - left), bottom - up * (bottom - top)
 
     shapes = []
-    for height in (low, (low + high) / 2, high):
+    highest = min(high, 1.0) if panel.percent else high
+    for height in (low, (low + highest) / 2, highest):
         y = place(first, height)[1]
-        text = percent(height) if panel.percent else number(height)
+        text = f"{height:.0%}" if panel.percent else f"{height:.2g}"
         shapes.append(
             f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" '
             f'stroke-opacity=".18"/><text x="{left - 5}" y="{y + 3:.1f}" text-anchor="end">{text}'
@@ -285,9 +280,10 @@ def _figure(panel: Panel, records: Sequence[Mapping[str, Any]]) -> str:
                 shapes += [
                     f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4" fill="{color}"/>' for x, y in placed
                 ]
-        legend.append(f'<span style="color:{color}">&#9632;</span> {escape(label_of(name))}')
+        label = escape(label_of(name))
+        legend.append(f'<span><i style="color:{color}">&#9632;</i> {label}</span>')
     return (
         f'<figure><figcaption>{escape(panel.title)}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" '
         f'width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{escape(panel.title)}">'
-        f'{"".join(shapes)}</svg><div class="legend">{" &nbsp; ".join(legend)}</div></figure>'
+        f'{"".join(shapes)}</svg><div class="legend">{" ".join(legend)}</div></figure>'
     )

@@ -288,7 +288,7 @@ class Callback(Observer):
         function: gets the step and its metrics.
     """
 
-    def __init__(self, function: Callable[[int, Mapping[str, float]], object]) -> None:
+    def __init__(self, function: Callable[[int, Metrics], object]) -> None:
         self.stepped = function  # type: ignore[method-assign, assignment]
 
 

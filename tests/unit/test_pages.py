@@ -1,7 +1,8 @@
 """All pages of the docs: code blocks run or are checked, tests that they name exist, and links are
 well-formed.
 
-The tutorials' blocks run in ``test_tutorials.py``.
+The tutorials' blocks run in ``test_tutorials.py``, those of the page From Python in
+``test_python_call.py``.
 """
 
 from __future__ import annotations
@@ -143,7 +144,9 @@ def test_the_files_that_a_page_shows_are_those_that_there_are(page: str) -> None
             assert block.text in (ROOT / block.title).read_text(encoding="utf-8"), block.title
 
 
-@pytest.mark.parametrize("page", [README, *(page for page in PAGES if page not in TUTORIALS)])
+@pytest.mark.parametrize(
+    "page", [README, *(page for page in PAGES if page not in (*TUTORIALS, "python"))]
+)
 def test_the_python_of_a_page_runs(page: str, tokenizer: Any) -> None:
     from torchrl.envs import TransformedEnv
     from torchrl.envs.llm.transforms import PythonInterpreter

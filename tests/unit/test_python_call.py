@@ -13,14 +13,18 @@ import torch
 from datasets import Dataset
 
 import torchrl_grpo
+from tests.support.documentation import blocks
 from torchrl_grpo.config import ConfigError, compose
 from torchrl_grpo.errors import RunLostError
+from torchrl_grpo.extras.call import notebook
 from torchrl_grpo.loop import Observer
 from torchrl_grpo.models.loading import load_model, load_tokenizer
 from torchrl_grpo.objectives import GRPOLoss, Surrogate
 from torchrl_grpo.rewards.functions import OBJECTS
 from torchrl_grpo.tasks import Problem, Score, Task
 from torchrl_grpo.tools import ToolCall
+
+pytestmark = pytest.mark.slow
 
 ROWS = [
     {"prompt": f"{a}+{b}=? #### n", "answer": str(a + b), "level": a % 3}
@@ -104,6 +108,7 @@ def test_a_call_is_the_run_of_a_command_line(
     assert repr(result).startswith("Result(")
 
 
+@pytest.mark.nightly
 def test_the_same_seed_gives_the_command_lines_numbers(
     train: Callable[..., torchrl_grpo.Result], tmp_path: Path
 ) -> None:
@@ -121,6 +126,7 @@ def test_the_same_seed_gives_the_command_lines_numbers(
         assert columns(ours, name) == columns(theirs, name)
 
 
+@pytest.mark.nightly
 def test_rows_of_every_kind_are_the_same_data(
     train: Callable[..., torchrl_grpo.Result], tmp_path: Path
 ) -> None:
@@ -202,7 +208,9 @@ class Level(Task):
 
 
 @pytest.mark.parametrize(
-    ("task", "overrides"), [(Level(7), {}), (Level, {"env.task.level": 7})], ids=["object", "class"]
+    ("task", "overrides"),
+    [(Level(7), {}), pytest.param(Level, {"env.task.level": 7}, marks=pytest.mark.nightly)],
+    ids=["object", "class"],
 )
 def test_a_task(
     train: Callable[..., torchrl_grpo.Result], task: Any, overrides: dict[str, Any]
@@ -237,7 +245,7 @@ class Doubled(GRPOLoss):
     pass
 
 
-@pytest.mark.parametrize("loss", [Squared, Doubled])
+@pytest.mark.parametrize("loss", [Squared, pytest.param(Doubled, marks=pytest.mark.nightly)])
 def test_a_loss(train: Callable[..., torchrl_grpo.Result], loss: type) -> None:
     before = Squared.calls
     train(loss=loss)
@@ -269,6 +277,7 @@ def test_text_arrives_as_it_is(train: Callable[..., torchrl_grpo.Result]) -> Non
     assert start in prompt and end in prompt
 
 
+@pytest.mark.nightly
 def test_a_preset_is_an_override(train: Callable[..., torchrl_grpo.Result], tmp_path: Path) -> None:
     train(overrides={"algo": "dapo", "policy.dynamic_sampling": False, "train.total_steps": 1})
     config = (tmp_path / "run" / ".hydra" / "config.yaml").read_text()
@@ -386,6 +395,7 @@ def test_an_interrupted_run_leaves_a_checkpoint(
     assert [row["step"] for row in result.metrics] == [0, 1, 2]
 
 
+@pytest.mark.nightly
 def test_a_run_outside_the_main_thread(train: Callable[..., torchrl_grpo.Result]) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
@@ -409,6 +419,7 @@ def test_evaluate_trains_nothing(tmp_path: Path) -> None:
         _ = result.model
 
 
+@pytest.mark.nightly
 def test_a_dry_run_trains_nothing(
     train: Callable[..., torchrl_grpo.Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -417,6 +428,74 @@ def test_a_dry_run_trains_nothing(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.nightly
 def test_objects_reach_reward_workers(train: Callable[..., torchrl_grpo.Result]) -> None:
     result = train(overrides={"env.reward_workers": 1})
     assert columns(result, "rollout/reward_mean")
+
+
+@pytest.mark.nightly
+def test_the_page_from_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block as it is, with runs of two steps."""
+    monkeypatch.chdir(tmp_path)
+    real_train, real_evaluate = torchrl_grpo.train, torchrl_grpo.evaluate
+    quick = {**QUICK, "env.max_samples": 64, "inference_model.max_new_tokens": 32}
+    del quick["evaluation.num_prompts"], quick["train.total_steps"]
+    quick["evaluation.k"] = 0
+
+    def shortened(arguments: dict[str, Any], **shorter: Any) -> dict[str, Any]:
+        length = arguments["overrides"].pop("train.total_dialog_turns", 0)
+        own = quick if "environment" not in arguments else {**QUICK, "env.repeats": 4}
+        overrides = {**own, **arguments["overrides"], **shorter}
+        overrides.setdefault("evaluation.num_prompts", 4)
+        if "train.total_dialog_turns" not in overrides:
+            overrides["train.total_steps"] = 3 if length else 2
+        return arguments | {"overrides": overrides}
+
+    def train(*names: str, **arguments: Any) -> torchrl_grpo.Result:
+        return real_train(*names, **shortened(arguments))
+
+    def evaluate(*names: str, **arguments: Any) -> torchrl_grpo.Result:
+        arguments["overrides"].update({**quick, "evaluation.num_prompts": 4})
+        return real_evaluate(*names, **arguments)
+
+    monkeypatch.setattr(torchrl_grpo, "train", train, raising=False)
+    monkeypatch.setattr(torchrl_grpo, "evaluate", evaluate, raising=False)
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks("python"):
+        if block.language == "python":
+            exec(block.text, variables)
+    assert variables["best"]["step"] in (1, 2) and variables["result"].metrics[-1]["step"] == 3
+
+
+def test_a_notebook_shows_the_run_in_one_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages: list[Any] = []
+
+    class Handle:
+        def update(self, page: Any) -> None:
+            pages[-1] = page
+
+    def display(page: Any, display_id: bool) -> Handle:
+        pages.append(page)
+        return Handle()
+
+    pytest.importorskip("IPython")
+    monkeypatch.setattr("IPython.display.display", display)
+    monkeypatch.setattr(notebook, "_EVERY_S", 0.0)
+    with notebook.NotebookConsole() as console:
+        console.table("Device plan", [{"role": "train", "memory": 2**20}])
+        console.problems(60, 20, "<|user|>1+1=?")
+        console.page("http://127.0.0.1:1/token/")
+        console.start(0, 24)
+        console.evaluation(0, {"eval/pass@1": 0.25})
+        for step in (1, 2, 3):
+            metrics = {"rollout/reward_mean": step / 10, "rollout/accuracy": step / 10}
+            console.step(step, metrics, 8 * step, 24)
+        console.samples(3, [{"query": "<b>", "response": "a\x1b", "reward": 1, "valid": True}])
+        console.alarm(3, "length", "too long & more")
+    [page] = (page.data for page in pages)
+    assert "step 3" in page and "24 of 24 sequences" in page and "width:100.0%" in page
+    assert "&lt;b&gt;" in page and "<b>&" not in page and "\x1b" not in page
+    assert "http://127.0.0.1:1/token/" in page and "too long &amp; more" in page
+    assert page.count("<svg") == 2 and "30.0%" in page and "25.0%" in page
+    assert "1.05 MB" in page or "1 MB" in page, page

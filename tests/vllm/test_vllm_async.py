@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -206,7 +205,7 @@ def test_insecure_serialization_is_off_in_every_process(engine):
 
 
 def test_a_killed_scheduler_ends_every_call_and_leaves_no_process(
-    engine, pool
+    engine, pool, monkeypatch
 ):  # must be the last test
     children = worker_processes()
     assert len(children) >= 2
@@ -224,11 +223,15 @@ def test_a_killed_scheduler_ends_every_call_and_leaves_no_process(
         with pytest.raises(RuntimeError, match="has ended: make a new engine"):
             action()
     assert time.monotonic() - killed < 60
-    closers = [threading.Thread(target=engine.close) for _ in range(2)]
-    for closer in closers:
-        closer.start()
-    for closer in closers:
-        closer.join()
+    shutdown = engine._llm.shutdown
+
+    def child_ended_before_it_was_killed(timeout: float) -> None:
+        shutdown(timeout=timeout)
+        raise psutil.NoSuchProcess(scheduler)
+
+    monkeypatch.setattr(engine._llm, "shutdown", child_ended_before_it_was_killed)
+    for closing in [pool.submit(engine.close) for _ in range(2)]:
+        closing.result()
     engine.close()
     assert worker_processes() == [] and not any(map(alive, [child.pid for child in children]))
     with pytest.raises(RuntimeError, match="closed"):

@@ -19,7 +19,7 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -382,8 +382,11 @@ class AsyncVLLMEngine(VLLMBase):
             if loop is None:
                 return
             if self._llm is not None:
+                from psutil import NoSuchProcess
+
                 loop.call_soon_threadsafe(self._finish, "the engine was closed.")
-                self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+                with suppress(NoSuchProcess):  # one that ended just before vLLM killed it
+                    self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
             asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result()
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join()

@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer
 from torchrl.envs import Compose, RewardSum, TransformedEnv
@@ -421,7 +419,8 @@ def assert_tokens_close(actual: list[list[float]], expected: list[list[float]]) 
 @pytest.mark.parametrize("mean", ["group", "batch", "none"])
 @pytest.mark.parametrize("std", ["group", "batch", "none"])
 @pytest.mark.parametrize(
-    ("gamma", "lmbda", "values"), [(1.0, 1.0, False), (0.9, 0.8, True), (0.5, 1.0, False)]
+    ("gamma", "lmbda", "values"),
+    [(1.0, 1.0, False), (0.9, 0.8, True), (0.5, 1.0, False), (0.9, 0.0, True), (0.0, 1.0, True)],
 )
 def test_token_advantages_are_what_a_plain_loop_computes(mean, std, gamma, lmbda, values):
     rows = random_token_rows(3, values=values)
@@ -434,25 +433,6 @@ def test_token_advantages_are_what_a_plain_loop_computes(mean, std, gamma, lmbda
     for row in out.unbind(0):
         assert row["advantage"].shape == row[keys.FULL].shape
         assert not row["advantage"][~row[keys.ASSISTANT_MASK]].any()
-
-
-@pytest.mark.parametrize(
-    ("gamma", "lmbda", "values"),
-    [
-        (1.0, 1.0, False),
-        (0.9, 1.0, False),
-        (1.0, 0.7, True),
-        (0.9, 0.0, True),
-        (0.0, 1.0, True),
-        (0.8, 0.6, True),
-    ],
-)
-@pytest.mark.parametrize("seed", range(3))
-def test_the_estimate_alone_is_the_sum_of_discounted_errors(seed, gamma, lmbda, values):
-    rows = random_token_rows(seed, values=values)
-    transform = GroupAdvantage(4, level="token", mean="none", std="none", gamma=gamma, lmbda=lmbda)
-    expected = token_advantages_by_loop(rows, mean="none", std="none", gamma=gamma, lmbda=lmbda)
-    assert_tokens_close(token_lists(transform(lazy_stack(rows))), expected)
 
 
 def test_estimates_by_hand_skip_what_was_not_sampled():
@@ -490,41 +470,6 @@ def test_reinforce_pp_by_hand():
     batch = RewardShaping(kl_coef=0.5, kl_estimator="k1")(lazy_stack(rows))
     out = GroupAdvantage(2, level="token", mean="batch", std="batch")(batch)
     assert_tokens_close(token_lists(out), [[0, 1], [0, -1, 0]])
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_reinforce_pp_is_reward_less_kl_to_come_over_the_batch(seed):
-    """arXiv 2501.03262: A_t = reward - beta * sum of the KL from t on, standardized over all
-    tokens.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    rows = random_token_rows(seed)
-    expected: list[dict[int, float]] = []
-    for row in rows:
-        for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS):
-            row[key] = torch.randn(row[keys.FULL].shape, generator=generator)
-        row[keys.REWARD] = torch.rand(1, generator=generator).round()
-        del row["next", "token_reward"]
-        places = (
-            row[keys.ASSISTANT_MASK].nonzero().reshape(-1).tolist()
-            if row[keys.REWARD_VALID].item()
-            else []
-        )
-        kl = (row[keys.LOG_PROBS].double() - row[keys.REF_LOG_PROBS].double()).tolist()
-        expected.append(
-            {
-                t: row[keys.REWARD].item() - 0.1 * sum(kl[i] for i in places if i >= t)
-                for t in places
-            }
-        )
-    mean, std = mean_and_std([value for entry in expected for value in entry.values()])
-    batch = RewardShaping(kl_coef=0.1)(lazy_stack(rows))
-    out = GroupAdvantage(4, level="token", mean="batch", std="batch")(batch)
-    for row, entry in zip(out.unbind(0), expected, strict=True):
-        wanted = [
-            (entry[t] - mean) / std if t in entry else 0.0 for t in range(len(row["advantage"]))
-        ]
-        assert row["advantage"].tolist() == pytest.approx(wanted, abs=1e-5)
 
 
 def test_padding_order_and_masked_values_change_no_token_advantage():
@@ -592,33 +537,6 @@ def test_a_batch_in_which_nothing_was_sampled_is_zero(mean):
         lazy_stack([token_row([0.0, 0.0], [0, 0], 0) for _ in range(2)])
     )
     assert token_lists(out) == [[0, 0], [0, 0]]
-
-
-@pytest.mark.slow
-@given(
-    st.lists(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=5), min_size=4, max_size=4)
-)
-def test_over_the_tokens_of_the_batch_the_mean_is_zero_and_the_std_one(rewards):
-    rows = [token_row(reward, [1] * len(reward), i % 2) for i, reward in enumerate(rewards)]
-    out = GroupAdvantage(2, level="token", mean="batch", std="batch", gamma=0.9)(lazy_stack(rows))
-    advantage = torch.cat([row["advantage"] for row in out.unbind(0)]).double()
-    estimates = [value for row in rows for value in gae_by_loop(row, 0.9, 1.0).values()]
-    if max(estimates) - min(estimates) > 1e-2:
-        assert advantage.mean().item() == pytest.approx(0, abs=1e-5)
-        assert advantage.std().item() == pytest.approx(1, abs=1e-3)
-
-
-def test_a_buffer_gets_token_advantages_of_whole_groups():
-    transform = GroupAdvantage(2, level="token", std="none")
-    buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=2, transform=transform)
-    batch = lazy_stack(
-        [token_row([0, 1], [0, 1], 0), token_row([0, 1], [0, 1], 1), token_row([0, 2], [0, 1], 0)]
-    )
-    buffer.extend(batch)
-    assert len(buffer) == 2 and transform.num_waiting == 1
-    assert token_lists(buffer[:]) == [[0, -0.5], [0, 0.5]]
-    assert sum(map(sum, token_lists(buffer.sample()))) in (-1, 0, 1)
-    assert batch[0].get("advantage", None) is None
 
 
 def test_token_level_says_what_it_needs(tokenizer):
@@ -839,14 +757,18 @@ def test_returns_that_differ_in_the_rounding_of_their_sums_are_equal():
     assert turns[0][1] < 0 < turns[1][1]
 
 
-def test_a_buffer_gets_turn_advantages_of_whole_groups():
-    rows = [turn_row([0.0, 1.0], 0), turn_row([1.0, 2.0], 0)]
-    transform = GroupAdvantage(2, level="turn", std="none")
+@pytest.mark.parametrize(
+    ("level", "rows", "expected"),
+    [
+        ("token", [token_row([0, 1], [0, 1], 0), token_row([0, 2], [0, 1], 0)], [-0.5, 0.5]),
+        ("turn", [turn_row([0.0, 1.0], 0), turn_row([1.0, 2.0], 0)], [-1.0, 1.0]),
+    ],
+)
+def test_a_buffer_gets_advantages_per_token_of_whole_groups(level, rows, expected):
+    transform = GroupAdvantage(2, level=level, std="none")
     buffer = ReplayBuffer(storage=LazyStackStorage(4), transform=transform, batch_size=2)
     buffer.extend(lazy_stack(rows[:1]))
-    assert len(buffer) == 0
+    assert len(buffer) == 0 and transform.num_waiting == 1
     buffer.extend(lazy_stack(rows[1:]))
-    assert [max(row.get("advantage").tolist(), key=abs) for row in buffer[:].unbind(0)] == [
-        -1.0,
-        1.0,
-    ]
+    assert [max(row, key=abs) for row in token_lists(buffer[:])] == expected
+    assert rows[0].get("advantage", None) is None

@@ -138,10 +138,6 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
             ["policy.loss._target_=torchrl_grpo.objectives.CISPOLoss", "policy.dual_clip=3"],
             r"policy\.loss\._target_=torchrl_grpo\.objectives\.CISPOLoss was refused: dual_clip=3",
         ),
-        (
-            ["algo=sapo", "policy.loss._target_=torchrl_grpo.objectives.GRPOLoss"],
-            r"must be _target_ .*: leave out policy\.loss\.tau_positive, policy\.loss\.tau_negative\.$",
-        ),
     ],
 )
 def test_user_errors_come_before_any_weights(

@@ -356,15 +356,21 @@ def steps_in(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     ("keep", "expected"),
-    [("last:2", [4, 5]), ("last:1,best:1", [2, 5]), ("last:2,best:2", [2, 3, 4, 5]), (None, None)],
+    [
+        ("last:2", [4, 5]),
+        ("last:1,best:1", [2, 5]),
+        ("last:2,best:2", [2, 3, 4, 5]),
+        (None, [1, 2, 3, 4, 5]),
+        (compose_config().train.keep_checkpoints, [3, 4, 5]),
+    ],
 )
 def test_the_newest_and_the_best_checkpoints_are_kept(
-    keep: str | None, expected: list[int] | None, tmp_path: Path
+    keep: str | None, expected: list[int], tmp_path: Path
 ) -> None:
     saver = checkpointer(tmp_path, keep)
     for step, accuracy in enumerate([0.5, 0.9, 0.7, None, 0.1], start=1):
         save(saver, step, accuracy)
-    assert steps_in(tmp_path) == (expected or [1, 2, 3, 4, 5])
+    assert steps_in(tmp_path) == expected
 
 
 def test_an_evaluation_with_mostly_invalid_rewards_is_not_the_best(tmp_path: Path) -> None:
@@ -398,13 +404,6 @@ def test_checkpoints_that_were_set_aside_stay_when_others_are(tmp_path: Path) ->
         3,
     ]
     assert saver.latest() is None
-
-
-def test_by_default_the_newest_three_checkpoints_stay(tmp_path: Path) -> None:
-    saver = checkpointer(tmp_path, compose_config().train.keep_checkpoints)
-    for step in range(1, 6):
-        save(saver, step)
-    assert steps_in(tmp_path) == [3, 4, 5]
 
 
 def test_a_save_that_fails_leaves_the_one_before_and_no_staging_file(

@@ -112,19 +112,6 @@ def test_problems_without_levels_are_refused() -> None:
         drawing_of(None, "hard")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["env.curriculum=0"], r"env\.curriculum=0"),
-        (["env.curriculum=1.5"], r"env\.curriculum=1\.5"),
-        (["env.curriculum=0.5", "env.difficulty_filter=[0.1,0.9]"], "exclude each other"),
-    ],
-)
-def test_bad_values_are_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        compose_config(*SMALL, *overrides)
-
-
 @pytest.mark.slow
 def test_a_run_climbs_and_goes_on_from_a_checkpoint_at_its_level(
     run_here: Callable[..., int], tmp_path: Path

@@ -20,7 +20,6 @@ from tests.support.envs import END, column, respond
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config.env import EnvConfig
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance
 from torchrl_grpo.tasks.base import Dialog, Problem, Score, Turn
 from torchrl_grpo.tasks.conversations import WithRetry
@@ -503,35 +502,6 @@ def test_what_reset_and_step_return_is_checked() -> None:
         started.turn("no")
     )
     assert "must return an observation unless the game is over" in str(started.turn("silent"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"environment": 3}, "env.environment=3 must be a class or classes by name"),
-        ({"environment": {"a": "f.py:A"}}, "needs a data set with the column environment"),
-        (
-            {"environment": "f.py:A", "retry_prompt": "Again.", "max_turns": 2},
-            "env.retry_prompt=Again. and env.env",
-        ),
-        (
-            {"environment": "f.py:A", "difficulty": 3},
-            "env.difficulty=3 must be left out with env.environment",
-        ),
-        (
-            {"dataset": "arithmetic", "environments_at_a_time": 3},
-            "needs env.environment: leave it out",
-        ),
-    ],
-)
-def test_settings_that_nothing_would_read_are_refused(
-    settings: dict[str, Any], message: str
-) -> None:
-    from torchrl_grpo.config.rules import validate
-    from torchrl_grpo.config.schema import GRPOConfig
-
-    with pytest.raises(ConfigError, match=message):
-        validate(GRPOConfig(env=EnvConfig(**settings)))
 
 
 @pytest.mark.slow

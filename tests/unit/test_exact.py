@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.configs import compose_config
-from tests.support.runs import SMALL, run, steps
-from torchrl_grpo.errors import ConfigError
+from tests.support.runs import run, steps
 
 KL = ("train/kl_k1_to_inference", "train/kl_k3_to_inference")
 
@@ -37,25 +35,3 @@ def test_on_policy_each_ratio_is_1_to_the_last_bit(
 @pytest.mark.slow
 def test_without_it_the_ratio_has_rounding(tmp_path: Path) -> None:
     assert all(kl != 0 for kl in kl_to_engine(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("override", "needs"),
-    [
-        (
-            "inference_model.backend=vllm",
-            "needs inference_model.backend=transformers, but it is vllm",
-        ),
-        (
-            "inference_model.dtype=bfloat16",
-            "needs inference_model.dtype=float32, but it is bfloat16",
-        ),
-        ("env.max_turns=2", "needs env.max_turns=1, but it is 2"),
-        ("train_model.lora.enabled=true", "needs train_model.lora.enabled=false, but it is true"),
-        ("train_model.num_devices=2", "needs train_model.num_devices=1, but it is 2"),
-        ("train_model.devices=[0,1]", "needs train_model.devices="),
-    ],
-)
-def test_what_cannot_be_exact_is_refused(override: str, needs: str) -> None:
-    with pytest.raises(ConfigError, match=needs):
-        compose_config(*SMALL, "inference_model.exact=true", override)

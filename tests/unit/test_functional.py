@@ -28,20 +28,6 @@ def test_masked_mean_of_nothing_is_zero() -> None:
     assert F.masked_mean(torch.ones(3), torch.zeros(3, dtype=torch.bool)).item() == 0.0
 
 
-def test_group_advantage_by_hand() -> None:
-    """Group 7: rewards 1, 0, 0: mean 1/3, deviations 2/3, -1/3, -1/3, unbiased variance (4+1+1)/9/2
-    = 1/3.
-    """
-    advantage = F.group_advantage(
-        torch.tensor([1.0, 0.0, 0.0]),
-        torch.tensor([7, 7, 7]),
-        torch.ones(3, dtype=torch.bool),
-        eps=0.0,
-    )
-    std = math.sqrt(1 / 3)
-    torch.testing.assert_close(advantage, torch.tensor([2 / 3 / std, -1 / 3 / std, -1 / 3 / std]))
-
-
 def test_equal_rewards_give_nothing_to_a_scale_of_their_group() -> None:
     """Without a baseline the advantages are not 0, and 1 / (0 + eps) would be a million."""
     reward, group = torch.tensor([1.0, 1.0, 0.0, 2.0]), torch.tensor([0, 0, 1, 1])
@@ -49,47 +35,6 @@ def test_equal_rewards_give_nothing_to_a_scale_of_their_group() -> None:
         reward, group, torch.ones(4, dtype=torch.bool), mean="none", std="group"
     )
     torch.testing.assert_close(got, torch.tensor([0.0, 0.0, 0.0, math.sqrt(2)]))
-
-
-def test_group_advantage_without_std_is_the_deviation_from_the_mean() -> None:
-    advantage = F.group_advantage(
-        torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool),
-        std="none",
-    )  # fmt: skip
-    torch.testing.assert_close(advantage, torch.tensor([0.5, -0.5, 0.0]))
-
-
-@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6, -7.7])
-def test_equal_rewards_give_exactly_zero(value: float) -> None:
-    advantage = F.group_advantage(
-        torch.full((7,), value), torch.zeros(7, dtype=torch.int64), torch.ones(7, dtype=torch.bool)
-    )
-    assert advantage.tolist() == [0.0] * 7
-
-
-def test_group_of_one_gives_zero_and_no_nan() -> None:
-    assert F.group_advantage(
-        torch.tensor([3.0]), torch.tensor([0]), torch.tensor([True])
-    ).tolist() == [0.0]
-
-
-def test_invalid_rewards_leave_the_statistics_and_get_zero() -> None:
-    reward = torch.tensor([1.0, math.nan, 0.0, 50.0])
-    valid = torch.tensor([True, False, True, False])
-    group = torch.zeros(4, dtype=torch.int64)
-    expected = F.group_advantage(
-        torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64), torch.ones(2) > 0
-    )
-    advantage = F.group_advantage(reward, group, valid)
-    assert advantage[[1, 3]].tolist() == [0.0, 0.0]
-    torch.testing.assert_close(advantage[[0, 2]], expected)
-
-
-def test_one_valid_member_left_gives_zero() -> None:
-    advantage = F.group_advantage(
-        torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64), torch.tensor([True, False])
-    )
-    assert advantage.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictSequential
-from torch import Tensor
 
 from tests.support.losses import SETTINGS, Table, make_batch, total
 from tests.support.models import make_tiny_model
@@ -29,142 +27,6 @@ from torchrl_grpo.objectives import (
     Tokens,
     VESPOLoss,
 )
-
-
-def plain_loop(logits: Tensor, rows: list[TensorDict], settings: dict) -> tuple[Tensor, Tensor]:
-    """Return the loss by scalar arithmetic, one token at a time."""
-    logits = logits.clone().requires_grad_()
-    low, high = settings["clip_epsilon"]
-    counted = [row for row in rows if row["masks", "all_assistant_mask"].any()]
-    loss = torch.zeros((), dtype=torch.float64)
-    for row in counted:
-        mask = row["masks", "all_assistant_mask"].tolist()
-        for t, sampled in enumerate(mask):
-            if not sampled:
-                continue
-            p = torch.softmax(logits[int(row["row"]), t], 0)
-            cur = torch.log(p[int(row["tokens", "full"][t])])
-            ratio = torch.exp(cur - row["log_probs", "full"][t])
-            advantage = row["advantage"][0]
-            clipped = min(max(ratio, torch.tensor(1 - low)), torch.tensor(1 + high))
-            objective = min(ratio * advantage, clipped * advantage)
-            to_ref = row["next", "ref_log_probs", "full"][t] - cur
-            to_sample = row["log_probs", "full"][t] - cur
-            token = -objective
-            token = token + settings["kl_to_ref_coeff"] * (torch.exp(to_ref) - to_ref - 1)
-            token = token + settings["kl_to_inference_coeff"] * (
-                torch.exp(to_sample) - to_sample - 1
-            )
-            token = token + settings["entropy_coeff"] * (p * torch.log(p)).sum()
-            loss = loss + token / (sum(mask) * len(counted))
-    loss.backward()
-    assert logits.grad is not None
-    return loss.detach(), logits.grad
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_value_and_gradient_equal_a_plain_loop(seed: int) -> None:
-    logits, rows = make_batch(seed)
-    if seed == 3:
-        rows[1]["masks", "all_assistant_mask"].zero_()
-    loss = GRPOLoss(Table(logits.clone()), **SETTINGS)
-    out = loss(lazy_stack(rows))
-    total(out).backward()
-    value, gradient = plain_loop(logits, rows, SETTINGS)
-    torch.testing.assert_close(total(out).detach(), value)
-    torch.testing.assert_close(loss.actor_network.logits.grad, gradient)
-
-
-def test_one_sequence_of_two_tokens_by_hand() -> None:
-    """Uniform current policy over 2 tokens (p = 1/2), advantage 1. Token 1 was sampled with p = 1/2
-    (ratio 1), token 2 with p = 1/4 (ratio 2, clipped at 1.2). Objective: (1 + 1.2) / 2 = 1.1. High
-    clip fraction 1/2. Entropy ln 2. Weights 1, 2: ESS = 1.5^2 / 2.5 = 0.9.
-    """
-    row = TensorDict(
-        {
-            ("tokens", "full"): torch.tensor([0, 1, 0]),
-            ("masks", "all_assistant_mask"): torch.tensor([False, True, True]),
-            ("log_probs", "full"): torch.tensor(
-                [0.0, math.log(0.5), math.log(0.25)], dtype=torch.float64
-            ),
-            "advantage": torch.ones(1, dtype=torch.float64),
-            "row": torch.tensor([0]),
-        }
-    )
-    out = GRPOLoss(Table(torch.zeros(1, 3, 2, dtype=torch.float64)))(lazy_stack([row]))
-    assert out["loss_objective"].item() == pytest.approx(-1.1)
-    assert out["objective"].item() == pytest.approx(1.1)
-    assert out["clip_fraction_high"].item() == 0.5
-    assert out["clip_fraction_low"].item() == 0.0
-    assert out["entropy"].item() == pytest.approx(math.log(2))
-    assert out["ESS"].item() == pytest.approx(0.9)
-    assert out["kl_k1_to_inference"].item() == pytest.approx(math.log(2) / 2)
-    assert out["kl_k3_to_inference"].item() == pytest.approx((0 + 0.5 - 1 + math.log(2)) / 2)
-
-
-def test_ten_times_more_padding_changes_nothing() -> None:
-    """Metrics averaged over padding are a known bug: 10 times more padding gave a 10 times smaller
-    KL.
-    """
-    logits, rows = make_batch(0)
-    expected = GRPOLoss(Table(logits), **SETTINGS)(lazy_stack(rows))
-    wide_rows = []
-    for row in rows:
-        wide = row.clone()
-        extra = 90 - row["tokens", "full"].numel()
-        for key in (("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full")):
-            wide[key] = torch.cat([row[key], torch.zeros(extra, dtype=row[key].dtype)])
-        ref = row["next", "ref_log_probs", "full"]
-        wide["next", "ref_log_probs", "full"] = torch.cat(
-            [ref, torch.full((extra,), math.nan, dtype=ref.dtype)]
-        )
-        wide_rows.append(wide)
-    wide_logits = torch.cat(
-        [logits, torch.randn(4, 90 - logits.shape[1], 5, dtype=torch.float64)], 1
-    )
-    got = GRPOLoss(Table(wide_logits), **SETTINGS)(lazy_stack(wide_rows))
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name], value)
-
-
-def test_order_of_sequences_changes_nothing() -> None:
-    logits, rows = make_batch(1)
-    loss = GRPOLoss(Table(logits), **SETTINGS)
-    expected, got = loss(lazy_stack(rows)), loss(lazy_stack(rows[::-1]))
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name], value)
-
-
-@pytest.mark.parametrize("split", [(1, 1, 1, 1), (3, 1), (2, 2)])
-def test_micro_batches_of_a_normalized_batch_add_up(split: tuple[int, ...]) -> None:
-    logits, rows = make_batch(2)
-    rows[2]["masks", "all_assistant_mask"].zero_()
-    whole = GRPOLoss(Table(logits.clone()), **SETTINGS)
-    out = whole(lazy_stack(rows))
-    total(out).backward()
-
-    parts = GRPOLoss(Table(logits.clone()), **SETTINGS)
-    padded = TensorDict(
-        {
-            key: lazy_stack(rows).get(key, as_padded_tensor=True, padding_side="right", padding_value=0)
-            for key in (
-                ("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full"),
-                ("next", "ref_log_probs", "full"), "advantage", "row",
-            )
-        },
-        batch_size=[4],
-    )  # fmt: skip
-    parts.normalize(padded)
-    sums: dict[str, Tensor] = {}
-    for piece in padded.split(list(split)):
-        piece_out = parts(piece)
-        total(piece_out).backward()
-        for name, value in piece_out.items():
-            sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach()
-    torch.testing.assert_close(parts.actor_network.logits.grad, whole.actor_network.logits.grad)
-    for name, value in out.items():
-        if name != "ESS":  # not a sum: the trainer computes it from the two moments
-            torch.testing.assert_close(sums[name], value.detach())
 
 
 def test_only_loss_entries_carry_a_gradient() -> None:
@@ -281,20 +143,15 @@ def test_set_keys_renames_inputs_nested_ones_too() -> None:
         torch.testing.assert_close(got[name], value)
 
 
-def test_clip_bounds_are_schedulable_buffers_in_the_state_dict() -> None:
-    loss = GRPOLoss(Table(torch.zeros(1, 1, 2)), clip_epsilon=0.2)
-    loss.clip_epsilon_high = 0.4
-    assert loss.state_dict()["objective.high"].item() == pytest.approx(0.4)
-    assert loss.state_dict()["objective.low"].item() == pytest.approx(0.2)
-
-
 def test_a_new_clip_epsilon_clips_and_is_checked() -> None:
     logits, rows = make_batch(6)
     loss, expected = GRPOLoss(Table(logits)), GRPOLoss(Table(logits), clip_epsilon=(0.01, 0.05))
     assert loss(lazy_stack(rows)).loss_objective != expected(lazy_stack(rows)).loss_objective
     loss.clip_epsilon = (0.01, 0.05)
     assert loss(lazy_stack(rows)).loss_objective == expected(lazy_stack(rows)).loss_objective
-    assert loss.state_dict()["objective.low"].item() == pytest.approx(0.01)
+    loss.clip_epsilon_high = 0.4
+    bounds = [loss.state_dict()[f"objective.{end}"].item() for end in ("low", "high")]
+    assert bounds == pytest.approx([0.01, 0.4])
     with pytest.raises(ValueError, match=r"clip_epsilon=1\.5"):
         loss.clip_epsilon = 1.5
 
@@ -325,19 +182,6 @@ def test_select_out_keys_leaves_the_selected_outputs_until_reset() -> None:
     assert set(out.keys()) == set(loss.out_keys) == {"loss_objective", "ESS"}
     assert out.sum(reduce=True) == value
     assert set(loss.reset_out_keys()(lazy_stack(rows)).keys()) == set(before) == set(loss.out_keys)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"clip_epsilon": 1.1}, r"clip_epsilon=1\.1 must be .* with 0 <= low <= 1"),
-        ({"clip_epsilon": (0.2, -0.1)}, "clip_epsilon=\\(0.2, -0.1\\) must be a number, or a pair"),
-        ({"kl_to_ref_coeff": -1.0}, "kl_to_ref_coeff=-1.0 must not be negative"),
-    ],
-)
-def test_values_out_of_range_are_refused(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GRPOLoss(Table(torch.zeros(1, 1, 2)), **settings)
 
 
 def test_a_renamed_mask_is_what_the_scorer_scores(tiny_model) -> None:

@@ -8,11 +8,9 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from tests.support.configs import compose_config
 from tests.support.models import make_tiny_model
-from tests.support.runs import SMALL, run, steps
+from tests.support.runs import run, steps
 from torchrl_grpo import keys
-from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import Completion, SamplingParams, cut_off
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.sampling import sample, sampling_probs
@@ -200,38 +198,6 @@ def test_without_truncation_nothing_travels():
 
 
 TRUNCATED = ("inference_model.top_k=20", "inference_model.top_p=0.9")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (("inference_model.top_p=0.9",), "inference_model.top_p"),
-        (("inference_model.min_p=0.1",), "inference_model.min_p"),
-        (("inference_model.top_k=2000",), "inference_model.top_k"),
-        (
-            (
-                *TRUNCATED,
-                "inference_model.backend=server",
-                "inference_model.address=[http://a:1]",
-            ),
-            "inference_model.top_k",
-        ),
-        ((*TRUNCATED, "policy.sft_coef=0.1"), "policy.sft_coef"),
-        ((*TRUNCATED, "algo=sft"), "policy.demonstrations"),
-        (
-            (*TRUNCATED, "algo=distill", "teacher.model=starter", "policy.teacher_divergence=jsd"),
-            "policy.teacher_divergence",
-        ),
-        (
-            (*TRUNCATED, "algo=distill", "teacher.model=starter", "teacher.address=[http://a:1]"),
-            "teacher.address",
-        ),
-    ],
-)
-def test_what_cannot_be_truncated_is_refused(overrides: tuple[str, ...], key: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        compose_config(*SMALL, *overrides)
-    assert key in str(error.value)
 
 
 @pytest.mark.slow

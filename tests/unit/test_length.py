@@ -159,23 +159,3 @@ def test_two_lengths_on_the_command_line_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match=r"total_dialog_turns=64 .*train\.total_epochs=2"):
         check_command_line(["train.total_dialog_turns=64", "++train.total_epochs=2"])
     check_command_line(["train.total_dialog_turns=64", "train.total_epochs=null"])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["train.total_dialog_turns=0", "evaluation.num_prompts=0"],
-            r"needs evaluation\.num_prompts above 0",
-        ),
-        (["train.total_epochs=0"], r"train\.total_epochs=0 must be at least 1"),
-        (
-            ["logging.sample_rows=0"],
-            r"logging\.sample_rows=0 must be all, or a whole number of at least 1: for example, all",
-        ),
-        (["logging.sample_rows=some"], r"logging\.sample_rows=some must be all"),
-    ],
-)
-def test_a_wrong_length_says_what_works(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        compose_config(*overrides)

@@ -404,40 +404,14 @@ def test_data_sets_beside_each_other_await_many_rewards_at_a_time() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["env.datasets=[]"], r"env\.datasets=\[\] must have a data set"),
         (["env.datasets=[{weight: 1}]"], r"env\.datasets\[0\]\.dataset=null must be a data set"),
         (
             ["env.datasets=[{dataset: gsm8k, weight: 0}]"],
             r"env\.datasets\[0\]\.weight=0\.0 must be above 0",
         ),
         (
-            ["env.datasets=[{dataset: gsm8k}]", "env.max_samples=3"],
-            r"max_samples=3 must be left out with env\.datasets",
-        ),
-        (
-            ["env.datasets=[{dataset: gsm8k}]", "env.task._target_=a.B"],
-            r"env\.task=.*a\.B.* and env\.datasets exclude",
-        ),
-        (
-            ["env.task._target_=a.B", "env.columns.prompt=q"],
-            r"prompt=q must be left out with .*a\.B: .* use \+env\.task",
-        ),
-        (["+env.task.level=3"], r"env\.task=\{.*\} must have _target_"),
-        (
-            ["env.dataset=a", "env.test_split=x", "env.test_fraction=0.1"],
-            r"env\.test_split=x and env\.test_fraction exclude each other",
-        ),
-        (
-            ["env.test_fraction=0.1"],
-            r"env\.test_fraction=0\.1 must be left out with env\.dataset=arithmetic",
-        ),
-        (
             ["env.dataset=a.jsonl", "env.dataset_path=x"],
             r"path=x must be left out .*: to use it, set env\.dataset=gsm8k",
-        ),
-        (
-            ["env.dataset=a", "env.test_fraction=1"],
-            r"env\.test_fraction=1\.0 must be above 0 and below 1",
         ),
     ],
 )

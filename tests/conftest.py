@@ -81,6 +81,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
+def encode(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
+    """Return a function that gives the tokens of a text."""
+    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.fixture
 def tiny_model() -> Qwen2ForCausalLM:
     """Return a fresh tiny random model in float32 and eval mode."""
     from tests.support.models import make_tiny_model

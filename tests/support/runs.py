@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,11 +48,8 @@ NUMBERS = (
 
 def run(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     """Run a config in this process or on Ray; return its metrics, one row per step."""
-    training_run = build(compose_config(*SMALL, *overrides), folder)
-    try:
+    with closing(build(compose_config(*SMALL, *overrides), folder)) as training_run:
         training_run.fit()
-    finally:
-        training_run.close()
     return read_jsonl(folder / "metrics.jsonl")
 
 

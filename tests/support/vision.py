@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tensordict import TensorDictBase
 from transformers import PreTrainedTokenizerBase
+
+from torchrl_grpo import keys
+from torchrl_grpo.models import loading
+from torchrl_grpo.models.scoring import TokenScorer
 
 TEXT = {
     "vocab_size": 320,
@@ -25,6 +30,37 @@ TEXT = {
 IDEFICS_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 IDEFICS_TOKENS += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
 QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+
+
+class Kit:
+    """Model, tokenizer and image encoder of a family."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.config = loading.load_config(self.path)
+        self.tokenizer = loading.load_tokenizer(self.path)
+        self.encoder = loading.load_image_encoder(self.path, self.config, self.tokenizer)
+        assert self.encoder is not None
+
+    def model(self) -> Any:
+        return loading.load_model(self.path, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def check_scores(model: Any, batch: TensorDictBase) -> None:
+    """Check that the scorer gives the engine's log-probs, and that the spans of images have their
+    tokens.
+    """
+    with torch.no_grad():
+        scored = TokenScorer(model)(batch.clone())
+    for row, again in zip(batch.unbind(0), scored.unbind(0), strict=True):
+        assert bool(row[keys.REWARD_VALID]), row.get(keys.REWARD_ERROR, None)
+        tokens, mask = row[keys.FULL], row[keys.ASSISTANT_MASK]
+        for span in row[keys.IMAGES]:
+            part = tokens[span.offset : span.end]
+            assert torch.equal(part, span.image.tokens)
+            assert torch.equal(part == model.config.image_token_id, span.is_embed)
+        scores = again[keys.CUR_LOG_PROBS][: len(tokens)][mask]
+        torch.testing.assert_close(row[keys.LOG_PROBS][mask], scores, atol=2e-5, rtol=0)
 
 
 def template(image: str) -> str:

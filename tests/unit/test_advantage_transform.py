@@ -264,44 +264,38 @@ def test_specs_with_the_advantage_are_right(tokenizer):
     check_env_specs(env)
 
 
-@pytest.mark.parametrize("others", [[], [RewardSum]])
-def test_the_advantage_is_written_when_the_last_row_of_a_group_is_done(tokenizer, others):
-    def encode(text):
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+def play_two_turns(env, encode) -> tuple[TensorDict, TensorDict]:
+    """Play two steps of four dialogs in two groups: one of the second group has a second turn."""
+    stop, more = [*encode("stop"), END], [*encode("x"), END]
+    first = respond(env, env.reset(), [stop, stop, stop, more])
+    second = env.step_mdp(first)
+    second.set("_step", ~second["done"])
+    return first, respond(env, second, [[], [], [], more])
 
+
+@pytest.mark.parametrize("others", [[], [RewardSum]])
+def test_the_advantage_is_written_when_the_last_row_of_a_group_is_done(tokenizer, encode, others):
     transform = GroupAdvantage(2, std="none")
     env = TransformedEnv(
         LLMEnv(TwoTurnTask(), tokenizer, num_envs=4, repeats=2, max_turns=2),
         Compose(transform, *(other() for other in others)),
     )
-    data = env.reset()
-    assert data["advantage"].tolist() == [[0.0]] * 4
-    stop, more = [*encode("stop"), END], [*encode("x"), END]
-    # Group 0 ends at once, without signal; group 1 has a row that continues.
-    first = respond(env, data, [stop, stop, stop, more])
-    assert first["next", "advantage"].tolist() == [[0.0]] * 4
-    assert counts(transform) == (1, 1, 0)
-    second = env.step_mdp(first)
-    second.set("_step", ~second["done"])
-    last = respond(env, second, [[], [], [], more])
+    assert env.reset()["advantage"].tolist() == [[0.0]] * 4
+    first, last = play_two_turns(env, encode)
+    assert first["next", "advantage"].tolist() == [[0.0]] * 4  # group 0 ends without a signal
     assert last["next", "reward"].squeeze(-1).tolist() == [1, 1, 1, 2]
     assert last["next", "advantage"].squeeze(-1).tolist() == [0, 0, -0.5, 0.5]
     assert counts(transform) == (2, 1, 0)
 
 
-def test_a_batch_statistic_is_over_the_groups_that_are_done(tokenizer):
+def test_a_batch_statistic_is_over_the_groups_that_are_done(tokenizer, encode):
     """Group 0 is done with rewards 1, 1; group 1 is half done, so at first the batch is (1, 1), then (1, 1, 1, 2)."""
     env = TransformedEnv(
         LLMEnv(TwoTurnTask(), tokenizer, num_envs=4, repeats=2, max_turns=2),
         GroupAdvantage(2, mean="batch", std="none"),
     )
-    stop = [*tokenizer("stop", add_special_tokens=False)["input_ids"], END]
-    more = [*tokenizer("x", add_special_tokens=False)["input_ids"], END]
-    first = respond(env, env.reset(), [stop, stop, stop, more])
+    first, last = play_two_turns(env, encode)
     assert first["next", "advantage"].tolist() == [[0.0]] * 4
-    second = env.step_mdp(first)
-    second.set("_step", ~second["done"])
-    last = respond(env, second, [[], [], [], more])
     assert last["next", "advantage"].squeeze(-1).tolist() == [-0.25, -0.25, -0.25, 0.75]
 
 

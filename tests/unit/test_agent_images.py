@@ -11,14 +11,11 @@ from typing import Any
 from urllib.error import HTTPError
 
 import pytest
-import torch
 
-from tests.support.configs import compose_config
 from tests.support.pictures import Count, claiming, picture, see, shows_pictures
-from tests.support.runs import SMALL
-from tests.support.vision import make_qwen2_5_vl, template
+from tests.support.runs import run
+from tests.support.vision import Kit, check_scores, make_qwen2_5_vl, template
 from torchrl_grpo import keys
-from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
@@ -33,8 +30,6 @@ from torchrl_grpo.integrations.agents.protocol import (
     BadRequest,
     parse_request,
 )
-from torchrl_grpo.models import loading
-from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.reward_pool import RewardPool
 
@@ -113,17 +108,6 @@ def test_a_source_of_anthropic_s_that_cannot_be_taken_is_refused(source: dict[st
     assert error.value.status == 400
 
 
-class Kit:
-    """A model with its tokenizer and image encoder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-        self.tokenizer = loading.load_tokenizer(self.path)
-        config = loading.load_config(self.path)
-        self.encoder = loading.load_image_encoder(self.path, config, self.tokenizer)
-        self.model = loading.load_model(self.path, dtype=torch.float32, device=torch.device("cpu"))
-
-
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Kit:
     return Kit(make_qwen2_5_vl(tmp_path_factory.mktemp("model"), tokenizer))
@@ -135,7 +119,9 @@ def rollout(kit: Kit, play: Any, pool: bool = False, **options: Any) -> Any:
     settings = {"image_encoder": kit.encoder, "max_turns": 8, **options}
     reward_pool = RewardPool(task, 1, timeout_s=60) if pool else None
     env = LLMEnv(task, kit.tokenizer, num_envs=4, repeats=2, reward_pool=reward_pool, **settings)
-    batch = RolloutCollector(env, GenerationPolicy(TransformersEngine(kit.model), PARAMS)).rollout()
+    batch = RolloutCollector(
+        env, GenerationPolicy(TransformersEngine(kit.model()), PARAMS)
+    ).rollout()
     if reward_pool is not None:
         reward_pool.close()
     for row in batch.unbind(0):
@@ -143,25 +129,10 @@ def rollout(kit: Kit, play: Any, pool: bool = False, **options: Any) -> Any:
     return batch
 
 
-def check_log_probs(kit: Kit, batch: Any) -> None:
-    """The scorer gives the engine's log-probs, and spans have their image's tokens."""
-    with torch.no_grad():
-        scored = TokenScorer(kit.model)(batch.clone())
-    gaps = []
-    for row, again in zip(batch.unbind(0), scored.unbind(0), strict=True):
-        tokens, mask = row[keys.FULL], row[keys.ASSISTANT_MASK]
-        for span in row[keys.IMAGES]:
-            assert torch.equal(tokens[span.offset : span.end], span.image.tokens)
-        scores = again[keys.CUR_LOG_PROBS][: len(tokens)][mask]
-        gaps.append((row[keys.LOG_PROBS][mask] - scores).abs().max().item())
-    print(f"largest difference between engine and scorer: {max(gaps):.1e}")
-    assert max(gaps) < 2e-5
-
-
 @pytest.mark.parametrize("pool", [False, True], ids=["here", "worker"])
 def test_an_agent_shows_images_in_every_turn(kit: Kit, pool: bool) -> None:
     batch = rollout(kit, shows_pictures, pool)
-    check_log_probs(kit, batch)
+    check_scores(kit.model(), batch)
     files = [[span.image.file for span in row[keys.IMAGES]] for row in batch.unbind(0)]
     first, result, other = picture(1), picture(2), picture(5)
     assert files == [[first, result], [other, result]] * 4
@@ -230,7 +201,7 @@ def test_broken_images_are_refused_and_the_agent_goes_on(kit: Kit) -> None:
         True,
         False,
     ] * 4
-    check_log_probs(kit, batch)
+    check_scores(kit.model(), batch)
 
 
 def test_only_a_request_with_a_key_may_be_large(kit: Kit) -> None:
@@ -277,12 +248,7 @@ def test_a_run_trains_an_agent_on_images(kit: Kit, tmp_path: Path) -> None:
         "inference_model.max_new_tokens=6",
         "train.total_dialog_turns=32",
     )
-    run = build(compose_config(*SMALL, *arguments), tmp_path / "run")
-    try:
-        run.fit()
-    finally:
-        run.close()
-    metrics = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
+    metrics = [row for row in run(tmp_path / "run", *arguments) if "train/loss" in row]
     assert metrics and max(row["train/kl_k3_to_inference"] for row in metrics) < 1e-8
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     assert samples and all(s["valid"] and len(s["images"]) == 1 for s in samples)

@@ -457,11 +457,11 @@ def test_advantages_by_hand(mean: Any, std: Any, expected: list[float]) -> None:
 @pytest.mark.parametrize("mean", ["group", "leave_one_out", "batch"])
 @pytest.mark.parametrize("std", ["group", "batch", "none"])
 def test_equal_rewards_give_exactly_zero_whatever_the_baseline(mean: Any, std: Any) -> None:
-    group = torch.tensor([0, 0, 0, 1, 1, 1])
+    group = torch.arange(14) // 7
     for value in (0.1, 1 / 3, 1e6, -7.7):
-        reward = torch.full((6,), value)
-        got = F.group_advantage(reward, group, torch.ones(6) > 0, mean=mean, std=std)
-        assert got.tolist() == [0.0] * 6
+        reward = torch.full((14,), value)
+        got = F.group_advantage(reward, group, torch.ones(14) > 0, mean=mean, std=std)
+        assert got.tolist() == [0.0] * 14
 
 
 def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
@@ -562,6 +562,28 @@ def test_what_a_preset_has_beside_its_loss(name: str, tmp_path: Path) -> None:
     assert ("shaping" in transforms) == (name == "dapo")
     # Ten rollouts of 16 dialogs are 40 groups of 4.
     assert run.rollouts.tasks._most_played == (40 if name == "dapo" else None)
+
+
+CLIPS = {
+    "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "gspo_token": (3e-4, 4e-4), "cispo": (1.0, 4.0), "gpg": (0.0, 0.0),
+    "gmpo": (0.4, 0.4), "luspo": (2e-3, 2.5e-3), "dppo_tv": (1.0, 1e9),
+}  # fmt: skip
+WEIGHTS = {
+    "decoupled_ppo": ("mask", "token", 5.0),
+    "icepop": ("mask", "token", 5.0),
+    "geo_mask": ("truncate", "token", 2.0),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_bounds_of_a_preset_that_few_ratios_reach(name: str) -> None:
+    teacher = ["teacher.model=starter"] if name == "distill" else []
+    loss = make_loss(compose_config(f"algo={name}", *teacher), Table(torch.zeros(1, 1, 2)))
+    bounds = (loss.clip_epsilon_low.item(), loss.clip_epsilon_high.item())
+    assert bounds == pytest.approx(CLIPS.get(name, (0.2, 0.2)))
+    weight = (loss.behaviour_weight, loss.behaviour_level, loss.behaviour_cap)
+    assert weight == WEIGHTS.get(name, ("none", "token", 5.0))
+    assert (loss.dual_clip, loss.mask_truncated, loss.kl_to_inference_coeff) == (None, False, 0.0)
 
 
 # Each of the others differs from one of these in a formula that a test above checks by hand.

@@ -17,7 +17,6 @@ from torchrl_grpo import keys
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.assembly.shares import shares
-from torchrl_grpo.config import ConfigError
 from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import AverageScorer, TokenScorer
 
@@ -177,58 +176,3 @@ def test_the_plan_shows_where_own_weights_score() -> None:
     assert after == before + 2 * weights
     frozen = prepare(compose_config(*SMALL, *own[:2], "teacher.weights=frozen"))
     assert shares(frozen)["teacher"].row()["memory per device"] == weights
-
-
-OWN = ("algo=distill", "teacher.model=policy")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (OWN, r"teacher\.model=policy needs teacher\.prompt with teacher\.weights=live"),
-        (
-            (*OWN, "teacher.weights=ema", "policy.teacher_divergence=jsd"),
-            r"policy\.teacher_divergence=jsd needs policy\.teacher_top_k with teacher\.weights=ema",
-        ),
-        (
-            (*OWN, "teacher.weights=ema", "teacher.num_devices=2"),
-            r"teacher\.num_devices=2 must be left out with teacher\.model=policy and teacher\.wei",
-        ),
-        (
-            ("algo=distill", "teacher.model=starter", "teacher.weights=ema"),
-            r"teacher\.weights=ema needs teacher\.model=policy",
-        ),
-        (
-            (*OWN, "teacher.prompt=feedback", "teacher.decay=0.5"),
-            r"teacher\.decay=0\.5 needs teacher\.weights=ema, but teacher\.weights=live",
-        ),
-        (("teacher.weights=ema",), r"teacher\.weights=ema must be left out without a teacher"),
-        (
-            ("ref_model.decay=0.9", "policy.kl_coef=0.1"),
-            r"ref_model\.decay=0\.9 needs ref_model\.refresh_every",
-        ),
-        (
-            (
-                "ref_model.decay=0.9",
-                "ref_model.refresh_every=1",
-                "policy.kl_coef=0.1",
-                "ref_model.sharded=true",
-            ),
-            r"ref_model\.sharded=true must be left out with ref_model\.decay=0\.9",
-        ),
-        (
-            (
-                *OWN,
-                "teacher.weights=ema",
-                "train_model.dtype=bfloat16",
-                "optimizer.name=adamw_8bit",
-            ),
-            r"train_model\.dtype=bfloat16 must be float32 for an average of the trained weights",
-        ),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(
-    overrides: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        prepare(compose_config(*SMALL, *overrides))

@@ -150,7 +150,8 @@ PAIRS = {
     "env.num_envs=32 train.dialog_turns_per_batch=40": "=40 must be a multiple of env.num_envs=32: use 32 or 64.",
     "env.num_envs=32 train.optim_batch_size=12": "=12 must divide train.dialog_turns_per_batch=32: use 8 or 16.",
     "env.repeats=1": "env.repeats=1 must be at least 2",
-    "policy.advantage_mean=batch policy.advantage_std=batch policy.dynamic_sampling=true env.repeats=1": "env.repeats=1",
+    "policy.advantage_mean=batch policy.advantage_std=batch policy.dynamic_sampling=true env.repeats=1":
+        "env.repeats=1 must be at least 2",
     "policy.max_sampling_rounds=1 policy.dynamic_sampling=true env.num_envs=16 train.dialog_turns_per_batch=32":
         "policy.max_sampling_rounds=1 rollouts of 16 trajectories must make up",
     "policy.behaviour_weight=mask": "policy.behaviour_weight=mask needs a proximal policy",

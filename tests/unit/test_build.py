@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from torchrl_grpo.assembly import layouts
 from torchrl_grpo.assembly import prepare as prepare_module
 from torchrl_grpo.assembly import run as run_module
 from torchrl_grpo.assembly.prepare import prepare
-from torchrl_grpo.assembly.run import build
+from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import ConfigError, GRPOConfig, leaves, plain
 from torchrl_grpo.models import loading
+from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.runtime.placement import DevicePlan
 
 SMALL = (
@@ -131,10 +133,6 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
             r"model\.attn_implementation=foo must be an attention .*: use sdpa or eager",
         ),
         (
-            ["inference_model.in_flight=keep", "inference_model.backend=vllm"],
-            r"in_flight=keep must be wait",
-        ),
-        (
             ["policy.loss._target_=torchrl_grpo.objectives.CISPOLoss", "policy.dual_clip=3"],
             r"policy\.loss\._target_=torchrl_grpo\.objectives\.CISPOLoss was refused: dual_clip=3",
         ),
@@ -147,8 +145,6 @@ def test_user_errors_come_before_any_weights(
         pytest.skip("there are accelerators here")
     if overrides == ["inference_model.num_devices=3"]:
         pytest.importorskip("ray")
-    if "inference_model.backend=vllm" in overrides and not vllm_module._has_vllm:
-        pytest.skip("vllm is not installed")
     with pytest.raises(ConfigError, match=message):
         build(compose_config(*SMALL, *overrides), tmp_path)
 
@@ -326,42 +322,29 @@ def test_a_run_trains_evaluates_checkpoints_exports_and_reports(tmp_path: Path) 
         assert (tmp_path / name).stat().st_size > 0
 
 
+def fit(folder: Path, *overrides: str) -> tuple[Run, list[dict[str, Any]]]:
+    """Return a run that has ended and is closed, and its metrics."""
+    with closing(build(compose_config(*SMALL, *overrides), folder)) as run:
+        run.fit()
+    return run, read_jsonl(folder / "metrics.jsonl")
+
+
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Path) -> None:
-    def losses(name: str, seed: int) -> list[float]:
-        run = build(
-            compose_config(*SMALL, f"seed={seed}", "evaluation.num_prompts=0"), tmp_path / name
-        )
-        try:
-            run.fit()
-        finally:
-            run.close()
-        rows = [
-            json.loads(line)
-            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        ]
-        return [row["train/loss"] for row in rows if "train/loss" in row] + [
-            rows[-1]["train/grad_norm"]
-        ]
+    def numbers(name: str, seed: int) -> list[float]:
+        _, rows = fit(tmp_path / name, f"seed={seed}", "evaluation.num_prompts=0")
+        return [row["train/loss"] for row in rows[1:]] + [rows[-1]["train/grad_norm"]]
 
-    first = losses("a", 0)
-    assert losses("b", 0) == first
-    assert losses("c", 1) != first
+    first = numbers("a", 0)
+    assert numbers("b", 0) == first
+    assert numbers("c", 1) != first
 
 
 @pytest.mark.slow
 def test_evaluation_changes_nothing_in_the_run(tmp_path: Path) -> None:
-    def final(name: str, *overrides: str) -> dict[str, torch.Tensor]:
-        run = build(compose_config(*SMALL, *overrides), tmp_path / name)
-        try:
-            run.fit()
-        finally:
-            run.close()
-        return dict(run.learner.trainer.weights())
-
     often, never = (
-        final("often", "evaluation.frequency=1"),
-        final("never", "evaluation.num_prompts=0"),
+        dict(fit(tmp_path / override, override)[0].learner.trainer.weights())
+        for override in ("evaluation.frequency=1", "evaluation.num_prompts=0")
     )
     assert all(torch.equal(often[name], value) for name, value in never.items())
 
@@ -430,11 +413,7 @@ def test_an_engine_with_another_distribution_ends_the_first_step(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_checkpoint_has_the_data_position_of_its_step(tmp_path: Path) -> None:
-    run = build(
-        compose_config(*SMALL, "evaluation.num_prompts=0", "train.checkpoint_frequency=1"), tmp_path
-    )
-    run.fit()
-    run.close()
+    fit(tmp_path, "evaluation.num_prompts=0", "train.checkpoint_frequency=1")
     for step in (1, 2):
         state = state_in(at(tmp_path, step))
         assert state["source"]["drawing"]["position"] == 4 * step  # 16 sequences are 4 groups
@@ -465,13 +444,7 @@ def test_the_optimizer_is_adamw_without_weight_decay_on_vectors(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_temperature_is_that_of_engine_trainer_and_reference(tmp_path: Path) -> None:
-    run = build(
-        compose_config(*SMALL, "inference_model.temperature=0.6", "evaluation.num_prompts=0"),
-        tmp_path,
-    )
-    run.fit()
-    run.close()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    _, rows = fit(tmp_path, "inference_model.temperature=0.6", "evaluation.num_prompts=0")
     assert rows[1]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
     assert rows[1]["train/ESS"] == pytest.approx(1.0, abs=1e-4)
     assert rows[1]["train/kl_k3_to_ref"] == pytest.approx(0.0, abs=1e-6)
@@ -479,14 +452,7 @@ def test_temperature_is_that_of_engine_trainer_and_reference(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_lora_scores_the_reference_with_its_adapters_off(tmp_path: Path) -> None:
-    run = build(
-        compose_config(*SMALL, "train_model.lora.enabled=true", "optimizer.lr=1e-2"), tmp_path
-    )
-    try:
-        run.fit()
-    finally:
-        run.close()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    _, rows = fit(tmp_path, "train_model.lora.enabled=true", "optimizer.lr=1e-2")
     assert rows[1]["train/kl_k3_to_ref"] == pytest.approx(0.0, abs=1e-6)
     assert rows[2]["train/kl_k3_to_ref"] > 1e-6
     assert rows[2]["train/ratio_mean"] == pytest.approx(
@@ -573,11 +539,8 @@ def test_every_config_key_is_read_by_something_that_uses_it(
             with pytest.raises(Stop):
                 build(config, tmp_path / "ray", asynchronous=True)
             continue
-        run = build(config, tmp_path / str(index))
-        try:
+        with closing(build(config, tmp_path / str(index))) as run:
             run.fit()
-        finally:
-            run.close()
     assert expected - recorded == set()
     assert len(list(leaves(GRPOConfig()))) > 40
 

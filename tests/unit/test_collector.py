@@ -209,10 +209,7 @@ def test_a_batch_has_whole_groups_with_adjacent_members(tokenizer):
     assert collector.last.generate_seconds > 0 and collector.last.env_seconds > 0
 
 
-def test_turns_become_one_sequence(tokenizer):
-    def encode(text):
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
+def test_turns_become_one_sequence(tokenizer, encode):
     again = encode("<|user|>again?<|end|><|assistant|>")
 
     def rule(prompt, copy):
@@ -462,14 +459,10 @@ class TurnRewardEnv(LLMEnv):
         )
 
 
-def play_turns(tokenizer, first: list[str]) -> TensorDict:
+def play_turns(tokenizer, encode, first: list[str]) -> TensorDict:
     """Play two dialogs of the same problem with these first responses; a second turn answers
     ``xy``.
     """
-
-    def encode(text):
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
     again = encode("<|user|>again?<|end|><|assistant|>")
 
     def rule(prompt, copy):
@@ -480,8 +473,8 @@ def play_turns(tokenizer, first: list[str]) -> TensorDict:
     return RolloutCollector(env, GenerationPolicy(copies_of(rule), PARAMS)).rollout()
 
 
-def test_a_dialogs_reward_is_the_sum_and_each_turn_keeps_its_own(tokenizer):
-    batch = play_turns(tokenizer, ["stop", "abc"])
+def test_a_dialogs_reward_is_the_sum_and_each_turn_keeps_its_own(tokenizer, encode):
+    batch = play_turns(tokenizer, encode, ["stop", "abc"])
     assert batch["next", "reward"].squeeze(-1).tolist() == [4, 3 + 2]
     for row, expected in zip(batch.unbind(0), ([4.0], [3.0, 2.0]), strict=True):
         sampled, rewards = row["masks", "all_assistant_mask"], row["next", "turn_rewards"]
@@ -495,13 +488,13 @@ def test_a_dialogs_reward_is_the_sum_and_each_turn_keeps_its_own(tokenizer):
     ].tolist() == [11]
 
 
-def test_a_dialog_is_valid_if_all_its_turns_are(tokenizer):
-    batch = play_turns(tokenizer, ["bad", "good"])
+def test_a_dialog_is_valid_if_all_its_turns_are(tokenizer, encode):
+    batch = play_turns(tokenizer, encode, ["bad", "good"])
     assert batch["reward_valid"].squeeze(-1).tolist() == [False, True]
 
 
-def test_dialogs_of_one_turn_have_no_turn_rewards(tokenizer):
-    batch = play_turns(tokenizer, ["stop", "stop"])
+def test_dialogs_of_one_turn_have_no_turn_rewards(tokenizer, encode):
+    batch = play_turns(tokenizer, encode, ["stop", "stop"])
     assert batch["next", "reward"].squeeze(-1).tolist() == [4, 4]
     assert "turn_rewards" not in batch[0]["next"]
 

@@ -215,51 +215,21 @@ def test_the_scripts_answer_options_after_overrides(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            "seed=1,2 --multirun --cfg job",
-            "--multirun and --cfg exclude each other: set only one of them.",
-        ),
-        (
-            "seed=1 --resolve",
-            "--resolve needs --cfg or --help: use --cfg job --resolve.",
-        ),
+        ("seed=1,2 --multirun --cfg job", "--multirun and --cfg exclude each other: set only one of them."),
+        ("seed=1 --resolve", "--resolve needs --cfg or --help: use --cfg job --resolve."),
+        ("grpo_arithmetic", "grpo_arithmetic must be an override, KEY=VALUE: use --config-name=grpo_arithmetic."),
+        ("optimizer.lr 1e-4", "optimizer.lr must be an override, KEY=VALUE: use optimizer.lr=1e-4."),
+        ("seed=1 logging", "logging must be an override, KEY=VALUE: use logging=VALUE."),
+        ("logging seed=1", "logging must be an override, KEY=VALUE: use KEY=VALUE."),
+        ("=3", "=3 must be an override, KEY=VALUE: use KEY=VALUE."),
+        ("train.total_dialog_turns=null train.total_epochs=1", "train.total_dialog_turns=null must be a number: "
+         "leave it out, because train.total_steps or train.total_epochs replaces it."),
     ],
-)
-def test_options_that_exclude_each_other_are_one_line(
+)  # fmt: skip
+def test_what_is_no_command_is_one_line(
     words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert in_this_process(monkeypatch, main, *words.split()) == 2
-    assert capsys.readouterr().err == f"\nerror: {message}\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["grpo_arithmetic"],
-            "grpo_arithmetic must be an override, KEY=VALUE: use --config-name=grpo_arithmetic.",
-        ),
-        (
-            ["optimizer.lr", "1e-4"],
-            "optimizer.lr must be an override, KEY=VALUE: use optimizer.lr=1e-4.",
-        ),
-        (["seed=1", "logging"], "logging must be an override, KEY=VALUE: use logging=VALUE."),
-        (["logging", "seed=1"], "logging must be an override, KEY=VALUE: use KEY=VALUE."),
-        (["=3"], "=3 must be an override, KEY=VALUE: use KEY=VALUE."),
-        (
-            ["train.total_dialog_turns=null", "train.total_epochs=1"],
-            "train.total_dialog_turns=null must be a number: leave it out, because train.total_steps or "
-            "train.total_epochs replaces it.",
-        ),
-    ],
-)
-def test_what_is_no_override_is_one_line(
-    words: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert in_this_process(monkeypatch, main, *words) == 2
     assert capsys.readouterr().err == f"\nerror: {message}\n"
 
 

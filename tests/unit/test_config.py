@@ -194,46 +194,6 @@ def test_hydra_itself_refuses_unknown_keys_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "overrides"),
-    [
-        (
-            "grpo_gsm8k",
-            [
-                "train_model.num_devices=2",
-                "ref_model.num_devices=2",
-                "inference_model.num_devices=2",
-            ],
-        ),
-        (
-            "grpo_gsm8k",
-            [
-                "train_model.devices=[0,1]",
-                "ref_model.devices=[2,3]",
-                "inference_model.devices=[4,5]",
-            ],
-        ),
-        ("grpo_gsm8k", ["optimizer.lr=2e-5", "optimizer.weight_decay=0.01"]),
-        ("grpo_gsm8k", ["model.name=meta-llama/Llama-2-7b-hf"]),
-        ("grpo_gsm8k", ["optimizer.lr=1e-4", "policy.kl_coef=0.1"]),
-        (
-            "grpo_gsm8k",
-            [
-                "inference_model.gpu_memory_utilization=0.5",
-                "env.num_envs=32",
-                "train.optim_batch_size=16",
-            ],
-        ),
-        ("grpo_gsm8k", ["train.total_dialog_turns=10000", "train.checkpoint_frequency=50"]),
-        ("grpo_gsm8k", ["env.dataset=gsm8k", "env.dataset_path=DIR"]),
-        ("grpo_arithmetic", ["inference_model.backend=vllm", "logging.wandb.mode=offline"]),
-    ],
-)
-def test_documented_command_lines_compose(name: str, overrides: list[str]) -> None:
-    check_command_line(overrides)
-    compose_config(*overrides, name=name)
-
-
-@pytest.mark.parametrize(
     "override",
     [
         "policy.kl_estimator=null,k3",

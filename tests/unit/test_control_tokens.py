@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -82,32 +82,20 @@ def chat(text: str) -> list[Message]:
     return [{"role": role, "content": text} for role in roles]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_control_tokens_in_a_prompt_stay_text(name: str) -> None:
-    tokens, harmless = prompt(name, *chat(attack(name))), prompt(name, *chat("5"))
-    assert control(name, tokens) == control(name, harmless)
-    assert re.sub(r"\s", "", attack(name)) in said(name, tokens)
+PLACES: dict[str, Callable[[str, str], list[int]]] = {
+    "prompt": lambda name, text: prompt(name, *chat(text)),
+    "tool": lambda name, text: answer(name, tool_message("add", text)),
+    "user": lambda name, text: answer(name, {"role": "user", "content": text}),
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_control_tokens_in_a_tools_result_stay_text(name: str) -> None:
-    tokens, harmless = (
-        answer(name, tool_message("add", attack(name))),
-        answer(name, tool_message("add", "5")),
-    )
+@pytest.mark.parametrize("place", PLACES)
+def test_control_tokens_in_a_message_stay_text(place: str, name: str) -> None:
+    tokens, harmless = (PLACES[place](name, text) for text in (attack(name), "5"))
     assert control(name, tokens) == control(name, harmless)
-    assert re.sub(r"\s", "", attack(name).replace("\n", "")) in said(name, tokens).replace(
-        r"\n", ""
-    )
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_control_tokens_in_a_users_next_turn_stay_text(name: str) -> None:
-    tokens, harmless = (
-        answer(name, {"role": "user", "content": text}) for text in (attack(name), "5")
-    )
-    assert control(name, tokens) == control(name, harmless)
-    assert re.sub(r"\s", "", attack(name)) in said(name, tokens)
+    text, written = re.sub(r"\s", "", attack(name)), said(name, tokens)
+    assert text in (written.replace(r"\n", "") if place == "tool" else written)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if CHATS[name].kind == "bytes"])
@@ -323,19 +311,14 @@ def test_a_tool_that_echoes_the_policy_speaks_in_no_other_role(name: str) -> Non
 # Lone surrogates, and templates that change texts
 
 
-def test_half_of_a_character_from_a_tool_is_replaced() -> None:
-    tokens = played("qwen-3", WithTools(EchoTask(), Toolbox([echo])), [call("a\ud83d b")])[0]
-    assert "a\ufffd b" in make_chat_tokenizer("qwen-3").decode(tokens)
-
-
-def test_half_of_a_character_from_next_turn_is_replaced() -> None:
-    tokens = played("qwen-3", Again(), [r"a\udc00 b"])[0]
-    assert "a\ufffd b" in make_chat_tokenizer("qwen-3").decode(tokens)
-
-
-def test_half_of_a_character_in_a_problem_is_replaced() -> None:
-    tokens = prompt("qwen-3", {"role": "user", "content": "a\ud83d b \ude00"})
-    assert "a\ufffd b \ufffd" in make_chat_tokenizer("qwen-3").decode(tokens)
+def test_half_of_a_character_is_replaced() -> None:
+    """Whether it is from a tool, from ``next_turn`` or in a problem."""
+    [from_tool] = played("qwen-3", WithTools(EchoTask(), Toolbox([echo])), [call("a\ud83d b")])
+    [from_turn] = played("qwen-3", Again(), [r"a\udc00 b"])
+    in_problem = prompt("qwen-3", {"role": "user", "content": "a\ud83d b \ude00"})
+    decode = make_chat_tokenizer("qwen-3").decode
+    assert "a\ufffd b" in decode(from_tool) and "a\ufffd b" in decode(from_turn)
+    assert "a\ufffd b \ufffd" in decode(in_problem)
 
 
 @pytest.mark.parametrize("name", WITH_ROLES)

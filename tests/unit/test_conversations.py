@@ -44,11 +44,6 @@ def turn(role: str, text: str) -> str:
     return f"<|{role}|>{text}<|end|>"
 
 
-@pytest.fixture
-def encode(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
-    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 def test_results_come_back_as_tool_messages_and_the_last_turn_is_scored(
     tokenizer: PreTrainedTokenizerFast, encode: Callable[[str], list[int]]
 ) -> None:

@@ -26,11 +26,6 @@ def prompts(data: TensorDict) -> list[list[int]]:
     return [row.get("prompt").tolist() for row in data.get("tokens").unbind(0)]
 
 
-@pytest.fixture
-def encode(tokenizer):
-    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 @pytest.mark.parametrize("task", [EchoTask(), TwoTurnTask()])
 def test_torchrl_finds_the_specs_right(tokenizer, task):
     check_env_specs(

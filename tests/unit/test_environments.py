@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -254,12 +255,8 @@ def test_a_step_whose_answer_finds_no_room_is_taken_once(path: Path) -> None:
 
 @pytest.mark.parametrize("room", [200, 12])
 def test_a_game_goes_on_after_a_cut_off_response_if_there_is_room(
-    room: int, tokenizer: PreTrainedTokenizerFast
+    room: int, tokenizer: PreTrainedTokenizerFast, encode: Callable[[str], list[int]]
 ) -> None:
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-
     env = LLMEnv(
         task_of(games.Game), tokenizer, num_envs=1, repeats=1, max_turns=3, max_dialog_tokens=room
     )

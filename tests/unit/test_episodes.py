@@ -196,11 +196,6 @@ def test_tools_and_rewards_of_a_turn_travel_infinite_ones_do_not(path: Path) -> 
 # The environment
 
 
-@pytest.fixture
-def encode(tokenizer):
-    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 def engine(encode, *orders: str) -> ScriptedEngine:
     """Return an engine that replies with the orders of a row, one per turn; ``cut`` is cut off."""
     turns: Counter[str] = Counter()

@@ -54,8 +54,9 @@ class Scripted(Engine):
     are counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.draws = 0
+        self.zero = tokenizer("0", add_special_tokens=False)["input_ids"][0]
 
     def generate(
         self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: object = None
@@ -72,8 +73,6 @@ class Scripted(Engine):
                 group.append(Completion(tokens, torch.zeros(2), "stop"))
             out.append(group)
         return out
-
-    zero = 0
 
     def update_weights(self, weights: object, version: int) -> None: ...
 
@@ -107,8 +106,7 @@ def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> 
     """Greedy: digits 0, 1, 2 of 5. Of 4 samples, digit d has d right, so only digit 0 has none:
     pass@4 = 4/5.
     """
-    engine = Scripted()
-    engine.zero = tokenizer("0", add_special_tokens=False)["input_ids"][0]
+    engine = Scripted(tokenizer)
     greedy = LLMEnv(CopyTask(), tokenizer, num_envs=5, repeats=1, split="test")
     sampled = LLMEnv(CopyTask(), tokenizer, num_envs=20, repeats=4, split="test")
     evaluator = Evaluator(engine, greedy, sampled, params=SamplingParams(4, stop_token_ids=(1,)))
@@ -166,8 +164,7 @@ def test_invalid_rewards_count_neither_in_pass_at_1_nor_in_pass_at_k(
     sampled: tuple[float, float],
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    engine = Scripted()
-    engine.zero = tokenizer("0", add_special_tokens=False)["input_ids"][0]
+    engine = Scripted(tokenizer)
     envs = (LLMEnv(task, tokenizer, num_envs=5 * k, repeats=k, split="test") for k in (1, 4))
     metrics, _ = Evaluator(engine, *envs, params=SamplingParams(4, stop_token_ids=(1,))).evaluate(
         sampled=True
@@ -182,9 +179,8 @@ def test_a_further_test_set_has_metrics_of_its_own(tokenizer: PreTrainedTokenize
     """The test split's metrics stay. Of the further digits 0 and 1, greedy copies both, and
     sampling only digit 1.
     """
-    engine = Scripted()
+    engine = Scripted(tokenizer)
     task = WithTests(CopyTask(), {"more": CopyTask([0, 1])})
-    engine.zero = tokenizer("0", add_special_tokens=False)["input_ids"][0]
     greedy = LLMEnv(task, tokenizer, num_envs=7, repeats=1, split="test")
     sampled = LLMEnv(task, tokenizer, num_envs=28, repeats=4, split="test")
     evaluator = Evaluator(

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 from torchrl.envs.utils import check_env_specs
 from transformers import PreTrainedTokenizerBase
 
-from tests.support.configs import ROOT, compose_config
+from tests.support.configs import ROOT
 from tests.support.pictures import (
     Count,
     Gallery,
@@ -25,19 +24,15 @@ from tests.support.pictures import (
     picture,
     task_of,
 )
-from tests.support.runs import SMALL
-from tests.support.vision import MAKERS, template
+from tests.support.runs import run
+from tests.support.vision import MAKERS, Kit, check_scores, template
 from torchrl_grpo import keys
-from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.images import ImageFile, message_content
-from torchrl_grpo.images.encoder import ImageEncoder
-from torchrl_grpo.models import loading
-from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.reward_pool import Failure, RewardPool
 from torchrl_grpo.tasks.base import Dialog, Message, Task
@@ -47,26 +42,11 @@ from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
 from torchrl_grpo.tools import Toolbox, ToolCall
 
 PARAMS = SamplingParams(max_new_tokens=3, stop_token_ids=tuple(range(320)))
-ROUNDING = 2e-5
 
 
-class Kit:
-    """A model with its tokenizer and image encoder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-        self.tokenizer = loading.load_tokenizer(self.path)
-        config = loading.load_config(self.path)
-        encoder = loading.load_image_encoder(self.path, config, self.tokenizer)
-        assert encoder is not None
-        self.encoder: ImageEncoder = encoder
-
-    def model(self) -> Any:
-        return loading.load_model(self.path, dtype=torch.float32, device=torch.device("cpu"))
-
-    def env(self, task: Task, **options: Any) -> LLMEnv:
-        settings = {"image_encoder": self.encoder, "max_turns": 4, **options}
-        return LLMEnv(task, self.tokenizer, num_envs=4, repeats=2, **settings)
+def make_env(kit: Kit, task: Task, **options: Any) -> LLMEnv:
+    settings = {"image_encoder": kit.encoder, "max_turns": 4, **options}
+    return LLMEnv(task, kit.tokenizer, num_envs=4, repeats=2, **settings)
 
 
 @pytest.fixture(scope="module", params=["idefics3", "qwen2_5_vl"])
@@ -86,24 +66,15 @@ def check_dialogs(kit: Kit, env: LLMEnv, images: int) -> None:
     model = kit.model()
     batch = RolloutCollector(env, GenerationPolicy(TransformersEngine(model), PARAMS)).rollout()
     check_env_specs(env, break_when_any_done="both")
-    scored = TokenScorer(model)(batch.clone())
-    gap = 0.0
-    for row, again in zip(batch.unbind(0), scored.unbind(0), strict=True):
-        assert bool(row[keys.REWARD_VALID]), row.get(keys.REWARD_ERROR, None)
-        tokens, mask, spans = row[keys.FULL], row[keys.ASSISTANT_MASK], row[keys.IMAGES]
-        assert mask.sum() >= 2 and len(spans) == images
-        for span in spans:
-            assert torch.equal(tokens[span.offset : span.end], span.image.tokens)
-        scores = again[keys.CUR_LOG_PROBS][: len(tokens)][mask]
-        gap = max(gap, (row[keys.LOG_PROBS][mask] - scores).abs().max().item())
-    print(f"largest difference between engine and scorer: {gap:.1e}")
-    assert gap < ROUNDING
+    check_scores(model, batch)
+    for row in batch.unbind(0):
+        assert row[keys.ASSISTANT_MASK].sum() >= 2 and len(row[keys.IMAGES]) == images
 
 
 @pytest.mark.parametrize("name", ["tools", "methods", "game", "screen"])
 def test_later_turns_read_images(kit: Kit, name: str) -> None:
     task, images = task_of(name)
-    check_dialogs(kit, kit.env(task), images)
+    check_dialogs(kit, make_env(kit, task), images)
 
 
 @ONE_FAMILY
@@ -111,12 +82,12 @@ def test_later_turns_read_images(kit: Kit, name: str) -> None:
 def test_reward_workers_send_images(kit: Kit, name: str) -> None:
     task, images = task_of(name)
     with RewardPool(task, 1, timeout_s=60) as pool:
-        check_dialogs(kit, kit.env(task, reward_pool=pool), images)
+        check_dialogs(kit, make_env(kit, task, reward_pool=pool), images)
 
 
 @ONE_FAMILY
 def test_a_turn_without_room_drops_its_images(kit: Kit) -> None:
-    check_dialogs(kit, kit.env(task_of("game")[0], max_dialog_tokens=100), 3)
+    check_dialogs(kit, make_env(kit, task_of("game")[0], max_dialog_tokens=100), 3)
 
 
 def replies(kit: Kit, env: LLMEnv) -> list[list[Message]]:
@@ -135,7 +106,7 @@ def test_an_image_that_the_template_drops_is_an_error_for_the_policy(
     image = "part['type'] == 'image'"
     chat_template = template("<|image_pad|>").replace(image, f"{image} and m['role'] != 'tool'")
     monkeypatch.setattr(kit.tokenizer, "chat_template", chat_template)
-    env = kit.env(task_of(name)[0])
+    env = make_env(kit, task_of(name)[0])
     for messages in replies(kit, env):
         assert len(messages) == 6
         for message in messages:
@@ -146,7 +117,7 @@ def test_an_image_that_the_template_drops_is_an_error_for_the_policy(
 
 @ONE_FAMILY
 def test_an_image_for_a_model_without_images_is_an_error_for_the_policy(kit: Kit) -> None:
-    env = kit.env(task_of("tools")[0], image_encoder=None)
+    env = make_env(kit, task_of("tools")[0], image_encoder=None)
     engine = TransformersEngine(kit.model())
     RolloutCollector(env, GenerationPolicy(engine, PARAMS)).rollout()
     messages = [m for dialog in env.dialogs for m in dialog.messages if m["role"] == "tool"]
@@ -218,11 +189,11 @@ def test_a_broken_image_ends_no_run(kit: Kit, name: str) -> None:
     engine = TransformersEngine(kit.model())
     games = [WithEnvironment(SeedsTask(4), {"": Kind(game)}) for game in (Breaks, Broken)]
     for task in (*games, Replies()):
-        env = kit.env(task)
+        env = make_env(kit, task)
         batch = RolloutCollector(env, GenerationPolicy(engine, PARAMS)).rollout()
         assert not batch[keys.REWARD_VALID].any()
     box = Toolbox([show], lambda text: [ToolCall("show", {})])
-    for messages in replies(kit, kit.env(WithTools(Count(), box))):
+    for messages in replies(kit, make_env(kit, WithTools(Count(), box))):
         assert messages
         assert {m["content"] for m in messages} == {
             "error: the result has an image, which cannot be read here"
@@ -253,7 +224,7 @@ def test_messages_of_a_task_show_images_in_every_form(kit: Kit) -> None:
             content = [{"type": "image", "image": draw(2)}, {"type": "text", "text": "?"}]
             return [{"role": "user", "content": content}]
 
-    check_dialogs(kit, kit.env(Replies()), 1)
+    check_dialogs(kit, make_env(kit, Replies()), 1)
 
 
 @pytest.mark.parametrize("part", [{"type": "image"}, {"type": "image", "image": "a.png"}])
@@ -282,12 +253,7 @@ def test_a_run_trains_on_the_environment_of_the_docs(kit: Kit, tmp_path: Path) -
         "inference_model.max_new_tokens=6",
         "train.total_dialog_turns=32",
     )
-    run = build(compose_config(*SMALL, *arguments), tmp_path / "run")
-    try:
-        run.fit()
-    finally:
-        run.close()
-    rows = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
+    rows = [row for row in run(tmp_path / "run", *arguments) if "train/loss" in row]
     assert rows and all(math.isfinite(row["train/loss"]) for row in rows)
     assert max(row["train/kl_k3_to_inference"] for row in rows) < 1e-8
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")

@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 from torchrl.envs.utils import check_env_specs
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase
 
+from tests.support import vision
 from tests.support.configs import compose_config, last_of_each
 from tests.support.pictures import broken_pictures, picture
 from tests.support.runs import SMALL
@@ -46,7 +48,6 @@ from torchrl_grpo.images import (
     prompt_text,
     tokens_of,
 )
-from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.images.families import language_model_of, vision_parameters
 from torchrl_grpo.images.features import (
     ImageFeatures,
@@ -71,20 +72,12 @@ CPU = torch.device("cpu")
 ONE_FAMILY = pytest.mark.parametrize("kit", ["llava"], indirect=True)
 
 
-class Kit:
-    """Model, tokenizer and encoder of a family."""
+class Kit(vision.Kit):
+    """Model, tokenizer and encoders of a family."""
 
     def __init__(self, path: Path) -> None:
-        self.path = str(path)
-        self.config = loading.load_config(self.path)
-        self.tokenizer = loading.load_tokenizer(self.path)
-        encoder = loading.load_image_encoder(self.path, self.config, self.tokenizer)
-        assert encoder is not None
-        self.encoder: ImageEncoder = encoder
+        super().__init__(path)
         self.chats = ChatEncoder(self.tokenizer, {})
-
-    def model(self) -> Any:
-        return loading.load_model(self.path, dtype=torch.float32, device=CPU)
 
     def prompt(self, text: str, files: Sequence[ImageFile]) -> Prompt:
         chat = place_images([{"role": "user", "content": text}], files)
@@ -369,12 +362,9 @@ def run_arguments(kit: Kit, folder: Path, *more: str) -> tuple[str, ...]:
 )
 def test_a_run_trains_on_images(kit: Kit, tmp_path: Path, trains: bool) -> None:
     arguments = run_arguments(kit, tmp_path, f"train_model.train_vision={str(trains).lower()}")
-    training_run = build(compose_config(*SMALL, *arguments), tmp_path / "run")
-    try:
+    with closing(build(compose_config(*SMALL, *arguments), tmp_path / "run")) as training_run:
         training_run.fit()
         model = training_run.learner.trainer.model
-    finally:
-        training_run.close()
     rows = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
     assert [math.isfinite(row["train/loss"]) for row in rows] == [True, True]
     assert rows[0]["train/kl_k3_to_ref"] < 1e-6
@@ -618,11 +608,10 @@ def test_supervised_training_learns_from_images(kit: Kit, tmp_path: Path) -> Non
         "env.repeats=1",
         "train.total_dialog_turns=8",
     )
-    made = build(compose_config(*last_of_each([*SMALL, *arguments])), tmp_path / "run")
-    try:
+    with closing(
+        build(compose_config(*last_of_each([*SMALL, *arguments])), tmp_path / "run")
+    ) as made:
         made.fit()
-    finally:
-        made.close()
     model = kit.model()
     scores = list[Tensor]()
     for chat in chats:
@@ -644,12 +633,9 @@ def test_a_run_learns_from_demonstrations_with_images_too(kit: Kit, tmp_path: Pa
     rows = list(map(json.loads, path.read_text().splitlines()))
     rows = [{**row, "demo": f"There are {row['answer']}."} for row in rows]
     path.write_text("\n".join(map(json.dumps, rows)))
-    made = build(compose_config(*arguments), tmp_path / "run")
-    env, stops = made.context.train_env, made.context.params.stop_token_ids
-    try:
+    with closing(build(compose_config(*arguments), tmp_path / "run")) as made:
+        env, stops = made.context.train_env, made.context.params.stop_token_ids
         made.fit()
-    finally:
-        made.close()
     writer = ChatWriter(kit.tokenizer, stops, image_encoder=kit.encoder)
     model = kit.model()
     scores = dict[str, Tensor]()
@@ -724,11 +710,8 @@ def test_a_teacher_with_the_policys_weights_agrees_on_images(
     teacher = more.format(path=kit.path).split()
     arguments = run_arguments(kit, tmp_path, "policy.teacher_coef=0.5", *teacher)
     one_step = [*SMALL, *arguments, "train.total_dialog_turns=16"]
-    made = build(compose_config(*last_of_each(one_step)), tmp_path / "run")
-    try:
+    with closing(build(compose_config(*last_of_each(one_step)), tmp_path / "run")) as made:
         made.fit()
-    finally:
-        made.close()
     [row] = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
     name = "loss_teacher" if "divergence" in more else "kl_k1_to_teacher"
     assert abs(row[f"train/{name}"]) < 1e-6
@@ -1002,29 +985,16 @@ class TwoTurns(Task):
         return Score(1.0, True)
 
 
-def check_dialogs(kit: Kit, env: LLMEnv, images: int) -> None:
-    """Play an environment; the scorer must return the engine's log-probs, and the spans their
-    tokens.
-    """
-    model = kit.model()
-    params = SamplingParams(max_new_tokens=3, stop_token_ids=tuple(range(5, 261)))
-    batch = RolloutCollector(env, GenerationPolicy(TransformersEngine(model), params)).rollout()
-    check_env_specs(env, break_when_any_done="both")
-    scored = TokenScorer(model)(batch.clone())
-    for row, again in zip(batch.unbind(0), scored.unbind(0), strict=True):
-        assert bool(row[keys.REWARD_VALID]), row.get(keys.REWARD_ERROR, None)
-        tokens, mask, spans = row[keys.FULL], row[keys.ASSISTANT_MASK], row[keys.IMAGES]
-        assert mask.sum() >= 2 and (~mask)[int(mask.nonzero()[0]) :].sum() > 5
-        assert len(spans) == images
-        for span in spans:
-            own = tokens[span.offset : span.end] == kit.config.image_token_id
-            assert torch.equal(own, span.is_embed)
-        scores = again[keys.CUR_LOG_PROBS][: len(tokens)][mask]
-        torch.testing.assert_close(row[keys.LOG_PROBS][mask], scores, atol=2e-5, rtol=0)
-
-
 def test_later_turns_read_the_images_of_the_prompt(kit: Kit) -> None:
     env = LLMEnv(
         TwoTurns(), kit.tokenizer, num_envs=4, repeats=2, max_turns=2, image_encoder=kit.encoder
     )
-    check_dialogs(kit, env, images=1)
+    model = kit.model()
+    params = SamplingParams(max_new_tokens=3, stop_token_ids=tuple(range(5, 261)))
+    batch = RolloutCollector(env, GenerationPolicy(TransformersEngine(model), params)).rollout()
+    check_env_specs(env, break_when_any_done="both")
+    vision.check_scores(model, batch)
+    for row in batch.unbind(0):
+        mask = row[keys.ASSISTANT_MASK]
+        assert mask.sum() >= 2 and (~mask)[int(mask.nonzero()[0]) :].sum() > 5
+        assert len(row[keys.IMAGES]) == 1

@@ -141,48 +141,38 @@ class Weightless:
         return iter([])
 
 
-def test_a_colocated_engine_sleeps_while_the_other_roles_work(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    engine = Recorder()
-    source = make_source(tokenizer, engine, turns=True)
+@pytest.fixture
+def in_turns(tokenizer: PreTrainedTokenizerFast) -> Rollouts:
+    """Return a source whose engine shares its device with the other roles, and has its weights."""
+    source = make_source(tokenizer, Recorder(), turns=True)
     source.publish(weights(1), 1)
-    source.next_batch()
-    source.publish(weights(2), 2)
-    assert engine.calls == [
-        "update",
-        "generate",
-        "sleep",
-        "reference",
-        "update",
-    ]  # new weights wake it
-    assert not source.samplers[0].part._asleep
+    return source
 
 
-def test_a_colocated_engine_is_woken_for_a_second_task_of_a_batch(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    engine = Recorder()
-    source = make_source(tokenizer, engine, turns=True)
-    source.publish(weights(1), 1)
-    progress = source.tasks.next_unplayed()
+def test_a_colocated_engine_sleeps_while_the_other_roles_work(in_turns: Rollouts) -> None:
+    in_turns.next_batch()
+    in_turns.publish(weights(2), 2)  # new weights wake it
+    sampler = in_turns.samplers[0].part
+    assert sampler.engine.calls == ["update", "generate", "sleep", "reference", "update"]
+    assert not sampler._asleep
+
+
+def test_a_colocated_engine_is_woken_for_a_second_task_of_a_batch(in_turns: Rollouts) -> None:
+    progress = in_turns.tasks.next_unplayed()
     assert progress is not None
+    sampler = in_turns.samplers[0].part
     for _ in range(2):
-        source.samplers[0].part.play(progress.task)
-    assert engine.calls == ["update", "generate", "sleep", "wake", "generate", "sleep"]
+        sampler.play(progress.task)
+    assert sampler.engine.calls == ["update", "generate", "sleep", "wake", "generate", "sleep"]
 
 
-def test_an_engine_woken_after_its_task_sleeps_in_the_learners_turn(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    engine = Recorder()
-    source = make_source(tokenizer, engine, turns=True)
-    source.publish(weights(1), 1)
-    sampler = source.samplers[0].part
-    score = source.references[0].part.scoring
-    source.references[0].part.scoring = lambda batch: (sampler.probe(), score(batch))[1]
-    source.next_batch()
-    assert engine.calls == ["update", "generate", "sleep", "wake", "generate", "reference", "sleep"]
+def test_an_engine_woken_after_its_task_sleeps_in_the_learners_turn(in_turns: Rollouts) -> None:
+    sampler, reference = in_turns.samplers[0].part, in_turns.references[0].part
+    score = reference.scoring
+    reference.scoring = lambda batch: (sampler.probe(), score(batch))[1]
+    in_turns.next_batch()
+    calls = ["update", "generate", "sleep", "wake", "generate", "reference", "sleep"]
+    assert sampler.engine.calls == calls
 
 
 def test_an_engine_of_its_own_never_sleeps(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,8 @@ def config_of(data: Path, *overrides: str) -> GRPOConfig:
 
 
 def fit(config: GRPOConfig, folder: Path, *, asynchronous: bool = False) -> list[dict[str, Any]]:
-    run = build(config, folder, asynchronous=asynchronous)
-    try:
+    with closing(build(config, folder, asynchronous=asynchronous)) as run:
         run.fit()
-    finally:
-        run.close()
     return read_jsonl(folder / "metrics.jsonl")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,14 +25,13 @@ def test_minimal_prints_the_losses_of_the_trainer(seed: int, steps: int, tmp_pat
         "logging.tensorboard=false",
         f"train.total_dialog_turns={128 * steps}",
     )
-    run = build(
-        compose_config(*overrides, f"seed={seed}", "optimizer.lr=5e-5", "policy.kl_coef=0.01"),
-        tmp_path,
-    )
-    try:
+    with closing(
+        build(
+            compose_config(*overrides, f"seed={seed}", "optimizer.lr=5e-5", "policy.kl_coef=0.01"),
+            tmp_path,
+        )
+    ) as run:
         run.fit()
-    finally:
-        run.close()
     expected = [
         row["train/loss"] for row in read_jsonl(tmp_path / "metrics.jsonl") if row["step"] > 0
     ]

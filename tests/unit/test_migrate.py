@@ -353,6 +353,7 @@ KEPT: list[tuple[Callable[[str], str], str, dict[str, Any]]] = [
     (trl, "dataset_name: a/b\nnum_train_epochs: 2\nsave_steps: 0.05", {"train.checkpoint_frequency": SET_ME}),
     (trl, "save_strategy: epoch", {"train.checkpoint_frequency": SET_ME}),
     (trl, "save_strategy: no", {"train.checkpoint_frequency": 0}),
+    (trl, "dataset_name: a/b\neval_strategy: no", {"evaluation.num_prompts": 0, "evaluation.frequency": None}),
     (trl, "dataset_name: a/b\nmax_steps: 200\neval_strategy: steps\neval_steps: 0.1", {"evaluation.frequency": 20}),
     (trl, "dataset_name: a/b\neval_strategy: steps\nlogging_steps: 5", {"evaluation.frequency": 5}),
     (trl, "dataset_name: a/b\neval_strategy: epoch", {"evaluation.frequency": SET_ME}),

@@ -5,7 +5,8 @@ Those below are here; the others have a better place beside what they test:
 - losses averaged together with the metrics (gradient over the number of outputs): ``test_grpo_loss.py``,
   ``test_only_loss_entries_carry_a_gradient``; in the trainer: below,
   ``test_no_gradient_is_lost_or_left_over_between_optimizer_steps``
-- more padding, smaller metrics: ``test_grpo_loss.py``, ``test_ten_times_more_padding_changes_nothing``
+- more padding, smaller metrics: ``test_algorithms.py``,
+  ``test_padding_order_and_micro_batches_change_nothing``
 - CISPO without stop-gradient: ``test_algorithms.py``,
   ``test_cispo_has_a_gradient_where_the_clipped_surrogate_has_none``
 - gradient accumulation that is off by one, within an optimizer step: ``test_trainer.py``,
@@ -13,8 +14,9 @@ Those below are here; the others have a better place beside what they test:
 - a loss scaler made anew each step: ``test_trainer.py``, ``test_the_loss_scaler_lives_as_long_as_the_trainer``
 - AdamW in the config, Adam in the code: ``test_build.py``,
   ``test_the_optimizer_is_adamw_without_weight_decay_on_vectors``
-- a group of one (NaN), equal rewards (noise over an epsilon): ``test_functional.py``,
-  ``test_group_of_one_gives_zero_and_no_nan``, ``test_equal_rewards_give_exactly_zero``; counted:
+- a group of one (NaN): ``test_functional.py``,
+  ``test_group_advantage_equals_a_plain_loop_in_any_order``; equal rewards (noise over an epsilon):
+  ``test_algorithms.py``, ``test_equal_rewards_give_exactly_zero_whatever_the_baseline``; counted:
   ``test_advantage_transform.py``, ``test_invalid_rewards_are_left_out_and_zero_variance_groups_counted``
 - the policy version stamped when the environment steps: ``test_collector.py``,
   ``test_the_version_is_the_one_before_generation``

@@ -522,7 +522,7 @@ def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
         (
             SAPOLoss,
             {"tau_positive": 0.0},
-            r"tau_positive=0\.0 and tau_negative=1\.05 must be above 0",
+            r"tau_positive=0\.0 must be above 0: use 1\.0",
         ),
         (SAPOLoss, {"tau_negative": 0.0}, r"tau_negative=0\.0 must be above 0"),
     ],

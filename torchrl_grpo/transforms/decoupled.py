@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_grpo import keys
@@ -16,15 +16,13 @@ from torchrl_grpo.rewards.spec import part_weight
 _CANCELLED = 1e-4  # share of the parts' sizes below which their sum is 0
 
 
-def reward_parts(
-    batch: TensorDictBase, key: NestedKey = keys.REWARD_PARTS
-) -> list[dict[str, float | None]]:
+def reward_parts(batch: TensorDictBase) -> list[dict[str, float | None]]:
     """Return the parts of each sequence's reward, by name.
 
     Raises:
         KeyError: the batch has no reward parts.
     """
-    return entry(batch, key).reshape(-1).tolist()
+    return entry(batch, keys.REWARD_PARTS).reshape(-1).tolist()
 
 
 def decoupled_advantage(

@@ -177,7 +177,7 @@ def curve_of(
     points: tuple[Sequence[float], Sequence[float]],
     steps: int,
     smoothing: float = SMOOTHING,
-    most: int = MOST_POINTS,
+    max_points: int = MOST_POINTS,
 ) -> Curve:
     """Return a metric of ``series`` for plotting.
 
@@ -185,10 +185,10 @@ def curve_of(
         points: its steps and values.
         steps: of the run.
         smoothing: share of the points over which the curve is averaged, 0 for none.
-        most: points of the curve.
+        max_points: points of the curve.
     """
     sparse = 2 * len(points[0]) < steps
-    shown, values = thin(*points, most)
+    shown, values = thin(*points, max_points)
     many = len(values) >= SMOOTH_FROM and not sparse and smoothing > 0
     return Curve(shown, values, smooth(values, smoothing) if many else None, sparse)
 
@@ -227,7 +227,7 @@ def label_of(name: str) -> str:
 
 
 def times(
-    records: Sequence[Record], smoothing: float = SMOOTHING, most: int = MOST_POINTS
+    records: Sequence[Record], smoothing: float = SMOOTHING, max_points: int = MOST_POINTS
 ) -> dict[str, tuple[list[float], list[float]]]:
     """Return the stages of the steps' wall time that are not 0, smoothed: name to steps and seconds, to be
     stacked.
@@ -243,7 +243,7 @@ def times(
         part for part in STAGES if part != "eval" and any(parts[part] > 0 for _, parts in rows)
     ]
     thinned = {
-        part: thin([step for step, _ in rows], [parts[part] for _, parts in rows], most)
+        part: thin([step for step, _ in rows], [parts[part] for _, parts in rows], max_points)
         for part in stages
     }
     return {part: (steps, smooth(values, smoothing)) for part, (steps, values) in thinned.items()}
@@ -259,10 +259,10 @@ def smooth(values: Sequence[float], share: float = SMOOTHING) -> list[float]:
 
 
 def thin(
-    steps: Sequence[float], values: Sequence[float], most: int = MOST_POINTS
+    steps: Sequence[float], values: Sequence[float], max_points: int = MOST_POINTS
 ) -> tuple[list[float], list[float]]:
-    """Return at most ``most`` points, as means over neighbors, so that a long run's report stays small."""
-    size = math.ceil(len(steps) / most) or 1
+    """Return at most ``max_points`` points, as means over neighbors, so that a long run's report stays small."""
+    size = math.ceil(len(steps) / max_points) or 1
     chunks = [slice(start, start + size) for start in range(0, len(steps), size)]
     mean_steps = [sum(steps[chunk]) / len(steps[chunk]) for chunk in chunks]
     mean_values = [sum(values[chunk]) / len(values[chunk]) for chunk in chunks]

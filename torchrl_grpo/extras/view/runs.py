@@ -147,11 +147,14 @@ class RunView:
         """
         index = self.samples.index
         with self._searching:
-            found = index.search(criteria)
-            groups = list(found)[::-1]
+            rows_by_group = index.search(criteria)
+            groups = list(rows_by_group)[::-1]
             if by_spread:
                 groups.sort(key=index.spread, reverse=True)
-            shown = {group: set(found[group]) for group in groups[page * size : (page + 1) * size]}
+            shown = {
+                group: set(rows_by_group[group])
+                for group in groups[page * size : (page + 1) * size]
+            }
         return {
             "groups": [
                 [
@@ -171,8 +174,8 @@ class RunView:
         index = self.samples.index
         if not 0 <= number < index.count:
             return None
-        row, whole = index.row(number), index.row(number, tokens=True)
-        strip = strip_of(row | {"tokens": whole.get("tokens")})
+        row, with_tokens = index.row(number), index.row(number, tokens=True)
+        strip = strip_of(row | {"tokens": with_tokens.get("tokens")})
         return _cell(row, number, longest=None) | {"tokens": strip, "group": index.group_of(number)}
 
     def config(self) -> dict[str, str]:
@@ -257,7 +260,7 @@ def curves(
     *,
     over: str = "step",
     smoothing: float = SMOOTHING,
-    most: int = MOST_POINTS,
+    max_points: int = MOST_POINTS,
 ) -> dict[str, Any]:
     """Return the panels that a page shows, with the curves of several runs.
 
@@ -269,7 +272,7 @@ def curves(
         last: the last step to show; None for no bound.
         over: the horizontal axis: ``step``, ``tokens`` or ``time``.
         smoothing: share of the points over which a curve is averaged.
-        most: points of a curve.
+        max_points: points of a curve.
 
     Returns:
         ``choices``, all panels, each with its ``title``, its ``section`` and whether it is
@@ -278,10 +281,10 @@ def curves(
     if over not in ("step", "tokens", "time"):
         raise ValueError(f"over={over!r} must be step, tokens or time: change it or leave it out.")
     low, high = -1 if first is None else first, float("inf") if last is None else last
-    whole = {run: list(view.metrics.records) for run, view in runs.items()}
+    all_records = {run: list(view.metrics.records) for run, view in runs.items()}
     shown = {
         run: [one for one in records if low <= one["step"] <= high]
-        for run, records in whole.items()
+        for run, records in all_records.items()
     }
     names = {run: set[str]().union(*records) - {"step"} for run, records in shown.items()}
     usual = {panel.title for records in shown.values() for panel in panels_of(records)}
@@ -289,17 +292,17 @@ def curves(
         (name.partition("/")[0], Panel(name, (escape(name),)))
         for name in sorted(set[str]().union(*names.values()))
     ]
-    places = {run: _places(records, over) for run, records in whole.items()}
+    places = {run: _places(records, over) for run, records in all_records.items()}
     choices, drawn = [], []
     for section, panel in offered:
         if panel.metrics == TIMES and len(runs) > 1:
             panel = replace(panel, metrics=("time/step_s",))
-        found = {
+        series_of = {
             run: series(panel, shown[run], names[run])
             for run in runs
             if panel != LOSS or REWARD not in names[run]
         }
-        if not any(found.values()):
+        if not any(series_of.values()):
             continue
         is_shown = (panel.title in usual) != (panel.title in toggled)
         choices.append({"section": section, "title": panel.title, "shown": is_shown})
@@ -307,11 +310,13 @@ def curves(
             continue
         stacked = panel.metrics == TIMES
         lines = []
-        for run, of in found.items():
+        for run, of in series_of.items():
             count = len(shown[run])
-            named = {name: curve_of(points, count, smoothing, most) for name, points in of.items()}
+            named = {
+                name: curve_of(points, count, smoothing, max_points) for name, points in of.items()
+            }
             if stacked:
-                parts = times(shown[run], smoothing, most).items()
+                parts = times(shown[run], smoothing, max_points).items()
                 named = {
                     part: Curve(steps, seconds, None, False) for part, (steps, seconds) in parts
                 }
@@ -323,7 +328,7 @@ def curves(
             {
                 **asdict(panel),
                 "stacked": stacked,
-                "heights": None if stacked else heights_of(panel, found.values()),
+                "heights": None if stacked else heights_of(panel, series_of.values()),
                 "curves": lines,
             }
         )

@@ -102,7 +102,7 @@ class Api:
     def curves(self, query: Query) -> Any:
         """Return the panels of the runs that are not hidden."""
         hidden = query.text("hide").split(",")
-        smoothing, most = query.number("smoothing"), query.integer("points")
+        smoothing, max_points = query.number("smoothing"), query.integer("points")
         return curves(
             {number: run for number, run in enumerate(self.runs) if str(number) not in hidden},
             query.text("panels").split("\n"),
@@ -110,7 +110,7 @@ class Api:
             query.integer("to"),
             over=query.text("over") or "step",
             smoothing=SMOOTHING if smoothing is None else min(max(smoothing, 0.0), 1.0),
-            most=max(most or MOST_POINTS, 1),
+            max_points=max(max_points or MOST_POINTS, 1),
         )
 
     def groups(self, query: Query) -> Any:

@@ -28,10 +28,10 @@ import torch
 from bench_growth import BASE, make_batch
 from machine import merge
 
+from torchrl_grpo.extras.hints.memory import savings
 from torchrl_grpo.learner.optimizer import make_optimizer
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models import loading
-from torchrl_grpo.models.memory import savings
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives.grpo import GRPOLoss
 

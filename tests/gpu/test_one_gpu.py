@@ -93,7 +93,7 @@ def test_token_ids_of_a_teacher_reach_a_sharded_model_exactly(
     states = torch.cat([torch.full((14, 4), -2.0), ids], -1).to(DEVICE)
     tokens = torch.randint(5, 4999, (2, 10), device=DEVICE)
     mask = (torch.arange(10, device=DEVICE) >= 3).expand(2, 10)
-    layout = scorer.layout(Rows.of(tokens, mask))
+    layout = scorer.layout(Rows.from_padded(tokens, mask))
     scorer.score_rows(layout, {keys.TEACHER_STATES: states}, teacher=Teacher(0.0))
     [used] = passed
     assert set(used[..., 4:].flatten().tolist()) == {4321.0, 4322.0, 4323.0, 257.0}

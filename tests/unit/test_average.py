@@ -56,7 +56,7 @@ def test_it_scores_with_the_average_and_leaves_the_weights_alone(lora: bool) -> 
     for name, value in expected.items():
         torch.testing.assert_close(scorer.average[name], value)
     log_probs = scorer.score(TOKENS, MASK)[0]
-    states = scorer.teacher_states(scorer.layout(Rows.of(TOKENS, MASK)), top_k=2)
+    states = scorer.teacher_states(scorer.layout(Rows.from_padded(TOKENS, MASK)), top_k=2)
     for name, value in trained(model).items():
         assert torch.equal(value, versions[4][name])
     plain = TokenScorer(model)
@@ -66,7 +66,7 @@ def test_it_scores_with_the_average_and_leaves_the_weights_alone(lora: bool) -> 
             if name in expected:
                 parameter.copy_(expected[name])
     torch.testing.assert_close(plain.score(TOKENS, MASK)[0].detach(), log_probs.detach())
-    wanted = plain.teacher_states(plain.layout(Rows.of(TOKENS, MASK)), top_k=2)
+    wanted = plain.teacher_states(plain.layout(Rows.from_padded(TOKENS, MASK)), top_k=2)
     torch.testing.assert_close(wanted.detach(), states.detach())
 
 

@@ -20,11 +20,12 @@ from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
 from torchrl_grpo.assembly import parts
 from torchrl_grpo.errors import MemoryShortError, NonFiniteError
+from torchrl_grpo.extras.hints.memory import savings
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.host.text import size
 from torchrl_grpo.learner.measures import StepMeasures
 from torchrl_grpo.models import loading
-from torchrl_grpo.models.memory import Shape, StepSetup, savings, step_memory
+from torchrl_grpo.models.memory import Shape, StepSetup, step_memory
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
@@ -94,7 +95,7 @@ def test_a_weight_that_is_not_finite_is_named() -> None:
 def test_only_the_first_bad_step_in_a_row_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(
-        "torchrl_grpo.learner.step.where_not_finite",
+        "torchrl_grpo.extras.doctor.diagnosis.where_not_finite",
         lambda *args, **more: calls.append(0) or "the reason",
     )
     trainer = make_trainer(max_nonfinite_steps=9)

@@ -22,6 +22,7 @@ from torchrl_grpo.assembly.estimates import Images, encoder_cache_bytes, image_m
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.extras.doctor import doctor
+from torchrl_grpo.extras.hints.memory import savings
 from torchrl_grpo.extras.plan.command import main, parse, settings_of
 from torchrl_grpo.extras.plan.hardware import GPUS, SHAPES, model_shape
 from torchrl_grpo.extras.plan.splits import candidates
@@ -31,7 +32,7 @@ from torchrl_grpo.images.families import vision_parameters
 from torchrl_grpo.learner.optimizer import make_optimizer
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models import loading
-from torchrl_grpo.models.memory import ModelMemory, StepSetup, savings, shard_bytes, step_memory
+from torchrl_grpo.models.memory import ModelMemory, StepSetup, shard_bytes, step_memory
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 

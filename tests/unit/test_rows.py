@@ -90,7 +90,7 @@ def test_values_of_sampled_tokens_are_filled_up_and_of_ragged_rows_cut() -> None
 def test_values_go_back_to_each_token_of_a_sequence() -> None:
     read = Rows.read(lazy_stack(sequences()))
     values = torch.tensor([1.0, 2.0, 3.0])
-    assert [row.tolist() for row in read.of_each(values)] == [[0, 0, 1, 0, 2], [0, 0, 0], [3]]
+    assert [row.tolist() for row in read.split(values)] == [[0, 0, 1, 0, 2], [0, 0, 0], [3]]
     assert read.padded(values).tolist() == [[0, 0, 1, 0, 2], [0] * 5, [3, 0, 0, 0, 0]]
 
 

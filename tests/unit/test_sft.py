@@ -27,9 +27,9 @@ from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.collectors.demonstrations import ChatWriter, Demonstrations, WrittenChat
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.extras.doctor.diagnosis import queries_of
 from torchrl_grpo.extras.view.runs import RunView, curves
 from torchrl_grpo.generation import TransformersEngine
-from torchrl_grpo.learner.diagnosis import queries_of
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import DemonstrationLoss
 from torchrl_grpo.reporting.metrics import read_jsonl

@@ -62,7 +62,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def test_a_row_holds_each_prompt_once_and_each_token_at_its_position() -> None:
     tokens, mask = make_group()
-    layout = packed(Rows.of(tokens, mask))
+    layout = packed(Rows.from_padded(tokens, mask))
     assert layout.groups == (
         (5, 11, 3, 1),
         (3, 14, 4),
@@ -81,9 +81,9 @@ def test_a_row_holds_each_prompt_once_and_each_token_at_its_position() -> None:
     assert layout.tokens[0, :11].equal(tokens[0, :11]) and layout.tokens[0, 11:14].equal(
         tokens[1, 5:8]
     )
-    rows = Rows.of(tokens, mask)
+    rows = Rows.from_padded(tokens, mask)
     same = padded(rows)
-    assert layout.targets.equal(same.targets) and layout.places is same.places is None
+    assert layout.targets.equal(same.targets) and layout.first is same.first is None
     for predictor, place in zip(
         layout.predictors.places.tolist(), rows.scored.tolist(), strict=True
     ):
@@ -96,7 +96,7 @@ def test_a_row_holds_each_prompt_once_and_each_token_at_its_position() -> None:
 
 def test_a_pass_that_scores_nothing_is_one_token() -> None:
     tokens, mask = make_group()
-    layout = packed(Rows.of(tokens, torch.zeros_like(mask)))
+    layout = packed(Rows.from_padded(tokens, torch.zeros_like(mask)))
     assert (layout.tokens.tolist(), layout.groups, len(layout.predictors.places)) == (
         [[tokens[0, 0]]],
         ((1, 1),),
@@ -110,7 +110,7 @@ def test_a_pass_that_scores_nothing_is_one_token() -> None:
 def test_only_whole_equal_prompts_are_shared() -> None:
     tokens = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9], [5, 6, 9, 9], [5, 6, 7, 8]])
     mask = torch.arange(4) >= torch.tensor([[3], [3], [3], [2]])
-    assert shared_prompts(Rows.of(tokens, mask)) == [(0, 3), (0, 3), (2, 3), (3, 2)]
+    assert shared_prompts(Rows.from_padded(tokens, mask)) == [(0, 3), (0, 3), (2, 3), (3, 2)]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_the_way_of_other_devices_gives_the_same_attention() -> None:
     and values differ.
     """
     tokens, mask = make_group()
-    layout = packed(Rows.of(tokens, mask))
+    layout = packed(Rows.from_padded(tokens, mask))
     size = layout.tokens.shape[1]
     query, key, value = (torch.randn(1, heads, size, 8, dtype=torch.float64) for heads in (4, 2, 2))
     expected, _ = attending.attention(nn.Identity(), query, key, value, None, layout=layout)
@@ -238,7 +238,7 @@ def test_the_way_of_other_devices_gives_the_same_attention() -> None:
 def test_layers_share_their_masks_and_a_whole_sequence_needs_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layout = packed(Rows.of(*make_group()))
+    layout = packed(Rows.from_padded(*make_group()))
     masks = []
 
     def noted(
@@ -436,7 +436,7 @@ def test_a_card_takes_the_attention_that_it_has(
         monkeypatch.setattr(
             attending, name, lambda *args, name=name, way=way: (calls.append(name), way(*args))[1]
         )
-    layout = packed(Rows.of(*make_group()))
+    layout = packed(Rows.from_padded(*make_group()))
     rows = layout.tokens.shape[1]
     lengths = layout.keys.places, *layout.bounds  # made on the CPU, with values
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -499,7 +499,7 @@ def test_windows_of_a_card_are_those_of_other_devices(
         return attend(*tensors, scale=scale, window_size=window_size)
 
     monkeypatch.setattr(varlen, "varlen_attn", with_gqa if asks_for_gqa else without_gqa)
-    layout = packed(Rows.of(*make_group()))
+    layout = packed(Rows.from_padded(*make_group()))
     size = layout.tokens.shape[1]
     query, key, value = (torch.randn(1, heads, size, 8, dtype=torch.float64) for heads in (4, 2, 2))
     expected, _ = attending.attention(
@@ -558,10 +558,10 @@ def test_reference_and_proximal_scoring_compute_a_prompt_once() -> None:
     assert seen == [sum((9, 14, 6, 11, 8, 12, 7, 10)) - 8 - 6 * 3]
 
 
-def test_a_step_and_scoring_lay_out_all_passes_before_the_first_one(
+def test_a_step_and_scoring_lay_out_a_pass_when_they_reach_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = make_tiny_model()
+    model, batch = make_tiny_model(), make_batch(repeats=4)
     events = []
     trainer = make_trainer(model, micro_batch_tokens=30)
     scoring_ = KLScoring(TokenScorer(model), max_tokens=30)
@@ -573,8 +573,8 @@ def test_a_step_and_scoring_lay_out_all_passes_before_the_first_one(
 
     record(scoring, "packed")
     record(passes, "shared_prompts")
-    trainer.train_step(make_batch(repeats=4))
-    assert events == ["shared_prompts", *["packed"] * 3, *["pass"] * 3]
+    trainer.train_step(batch)
+    assert events == ["shared_prompts", *["packed", "pass"] * 3]
     events.clear()
-    scoring_(make_batch(repeats=4).exclude(keys.REF_LOG_PROBS))
-    assert events == ["shared_prompts", *["packed"] * 3, *["pass"] * 3]
+    scoring_(batch.exclude(keys.REF_LOG_PROBS))
+    assert events == ["shared_prompts", *["packed", "pass"] * 3]

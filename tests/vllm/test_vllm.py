@@ -197,7 +197,7 @@ class TestEngine:
                 tokens = torch.cat([prompt, done.tokens])[None]
                 assert done.kept.shape == (len(done.tokens), 12)
                 mask = torch.arange(tokens.shape[1])[None] >= len(prompt)
-                layout = scorer.layout(Rows.of(tokens, mask))
+                layout = scorer.layout(Rows.from_padded(tokens, mask))
                 scores = scorer.score_rows(layout, {keys.KEPT: done.kept})["log_prob"].detach()
                 torch.testing.assert_close(scores, done.log_probs, rtol=0, atol=ROUNDING)
                 logits = model(tokens).logits[0, len(prompt) - 1 : -1].detach()

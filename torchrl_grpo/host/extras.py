@@ -22,6 +22,8 @@ EXTRAS = {
     "dry_run": "torchrl_grpo.extras.doctor.doctor:examine",  # dry_run=true
     "explain_arguments": "torchrl_grpo.extras.hints.arguments:explain_arguments",  # of a reward
     "explain_model_error": "torchrl_grpo.extras.hints.models:explain_model_error",
+    "explain_scoring_memory": "torchrl_grpo.extras.hints.memory:explain_scoring_memory",
+    "explain_step_memory": "torchrl_grpo.extras.hints.memory:explain_step_memory",
     "explain_words": "torchrl_grpo.extras.hints.words:explain_words",  # in the error for a command line
     "history_transforms": "torchrl_grpo.integrations.history:HistoryTransforms",  # env.transforms
     "ifeval_task": "torchrl_grpo.integrations.graders.ifeval_task:IFEvalTask",
@@ -43,6 +45,8 @@ EXTRAS = {
     "summary": "torchrl_grpo.extras.report.ending:print_end",  # at the end of a run
     "sweep_report": "torchrl_grpo.extras.report.sweep_report:write_sweep",  # at the end of a multirun
     "verifiers": "torchrl_grpo.integrations.verifiers:make_task",  # env.task=verifiers:...
+    "where_not_finite": "torchrl_grpo.extras.doctor.diagnosis:where_not_finite",
+    "why_no_token": "torchrl_grpo.extras.doctor.diagnosis:why_no_token",
 }
 """Functions and classes that a run calls, by the name that the core knows."""
 

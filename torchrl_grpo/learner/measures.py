@@ -157,11 +157,4 @@ class PassScores:
         if row not in self._places:
             return {}
         rows, position, scores = self._places[row]
-        places = rows.of_scored.places(torch.tensor([position]))
-        out = {}
-        for name, values in scores.items():
-            of_token = values.new_zeros(int(rows.lengths[position]))
-            here = (part.to(values.device) for part in (rows.position[places], places))
-            at, index = here
-            out[name] = of_token.index_copy(0, at, values[index])
-        return out
+        return {name: rows.split(values)[position] for name, values in scores.items()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -20,21 +20,20 @@ from torchrl import torchrl_logger
 
 from torchrl_grpo import keys
 from torchrl_grpo.compat.torch import mark_overflow
-from torchrl_grpo.errors import MemoryShortError, NonFiniteError, NoSignalError
+from torchrl_grpo.errors import NonFiniteError, NoSignalError
 from torchrl_grpo.functional import effective_sample_size
-from torchrl_grpo.host.out_of_memory import memory_short
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.images.families import vision_parameters
-from torchrl_grpo.learner.diagnosis import queries_of, where_not_finite, why_no_token
 from torchrl_grpo.learner.measures import PassScores, StepMeasures
 from torchrl_grpo.learner.optimizer import EntropyControl, has_small_states
 from torchrl_grpo.learner.shards import read_parts
-from torchrl_grpo.models.layout import send
 from torchrl_grpo.models.loading import base_model_of, shape_of
-from torchrl_grpo.models.memory import MEMORY_SHARE, StepSetup, savings, step_memory
-from torchrl_grpo.models.padding import entry, has, parts_of, trajectories_of
+from torchrl_grpo.models.memory import MEMORY_SHARE, StepSetup, step_memory
+from torchrl_grpo.models.padding import has, trajectories_of
 from torchrl_grpo.models.passes import Pass, make_passes
 from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import AverageScorer, TokenScorer, autocast, check_packing
+from torchrl_grpo.models.segments import send
 from torchrl_grpo.models.sharding import (
     clip_grad_norm,
     compute_device,
@@ -49,6 +48,7 @@ from torchrl_grpo.transforms.kl_scoring import EntropyScoring, KLScoring
 from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
 
 
+@dataclass(eq=False, repr=False)
 class GRPOTrainer:
     """Trains a policy on batches of sequences with advantages.
 
@@ -89,50 +89,38 @@ class GRPOTrainer:
         averages: averages of the weights, by role, which are updated after each batch; none by default.
     """
 
-    def __init__(
-        self,
-        loss: PolicyLoss,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
-        optim_batch_size: int,
-        epochs: int = 1,
-        micro_batch_tokens: int = 16384,
-        autocast_dtype: torch.dtype | None = None,
-        clip_grad_norm: float = 1.0,
-        max_nonfinite_steps: int = 5,
-        entropy_control: EntropyControl | None = None,
-        averages: Mapping[str, AverageScorer] | None = None,
-    ) -> None:
+    loss: PolicyLoss
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    _: KW_ONLY
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    optim_batch_size: int
+    epochs: int = 1
+    micro_batch_tokens: int = 16384
+    autocast_dtype: torch.dtype | None = None
+    clip_grad_norm: float = 1.0
+    max_nonfinite_steps: int = 5
+    entropy_control: EntropyControl | None = None
+    averages: Mapping[str, AverageScorer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        loss, model = self.loss, self.model
         sum_gradients(model)
         if type(loss).forward.__qualname__ != PolicyLoss.forward.__qualname__:  # it is wrapped
             raise TypeError(
                 f"{type(loss).__name__}.forward must not be overridden, since a step computes the "
                 "loss from its parts: write a Term (docs/tutorials/own_loss.md)."
             )
-        self.entropy_control = entropy_control
-        self.loss = loss
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.optim_batch_size = optim_batch_size
-        self.epochs = epochs
-        self.micro_batch_tokens = micro_batch_tokens
-        self.autocast_dtype = autocast_dtype
-        self.clip_grad_norm = clip_grad_norm
-        self.max_nonfinite_steps = max_nonfinite_steps
-        self.averages = averages or {}
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.mesh = mesh_of(model)
         self.rank = 0 if self.mesh is None else self.mesh.get_local_rank()
         self.world_size = 1 if self.mesh is None else self.mesh.size()
         self.scaler = torch.amp.GradScaler(
-            self.device.type, enabled=autocast_dtype == torch.float16
+            self.device.type, enabled=self.autocast_dtype == torch.float16
         )
         self.scores = PassScores()
         if isinstance(loss.actor_network, TokenScorer):
-            check_packing(loss.actor_network, autocast_dtype)
+            check_packing(loss.actor_network, self.autocast_dtype)
         self.version = 0
         self.optim_steps = 0
         self.skipped_steps = 0
@@ -181,7 +169,7 @@ class GRPOTrainer:
                 parts = [self._with_proximal_log_probs(part) for part in parts]
             steps = [self.train_step(part) for _ in range(self.epochs) for part in parts]
         except torch.OutOfMemoryError as error:
-            raise self._memory_short(error) from error
+            raise load_extra("explain_step_memory")(self, error) from error
         self.version += 1
         for average in self.averages.values():
             average.update(self.version)
@@ -219,12 +207,6 @@ class GRPOTrainer:
             images=features / tokens,
             trains_vision=any(p.requires_grad for _, p in vision_parameters(base)),
         )
-
-    def _memory_short(self, error: BaseException) -> MemoryShortError:
-        """Return the out-of-memory message, with the memory that each option would save here."""
-        shape, setup = shape_of(self.model), self.setup()
-        holds = step_memory(shape, setup).parts()
-        return memory_short(error, "The training step", holds, savings(shape, setup))
 
     @property
     def _bonus(self) -> Term:
@@ -273,8 +255,7 @@ class GRPOTrainer:
         computed = totals.pop("computed")
         losses = (value for name, value in totals.items() if name.startswith("loss_"))
         empty = not rows.values[keys.LOSS_WEIGHTS].any()
-        parts = [each.index for each in passes]
-        why = partial(why_no_token, batch) if empty else partial(self._why, batch, rows, parts)
+        why = partial(self._why, batch, rows, [each.index for each in passes])
         metrics = self.optim_step(sum(losses, torch.zeros(())), empty=empty, why=why)
 
         totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
@@ -329,21 +310,19 @@ class GRPOTrainer:
 
     def _prepare(self, batch: TensorDictBase) -> Rows:
         """Read a batch, on the CPU, and fix what depends on the whole of it."""
-        names = self.loss.tensor_keys
-        needs_staleness = names.staleness in self.loss.required_in_keys
-        data = batch.copy() if needs_staleness or self.loss.sft_coeff else batch
-        if needs_staleness:
+        loss, names = self.loss, self.loss.tensor_keys
+        made = {names.staleness, names.is_demonstration}
+        rows = loss.read(batch, [key for key in loss.required_in_keys if key not in made])
+        if names.staleness in loss.required_in_keys:
             of_token = has(batch, keys.POLICY_VERSIONS)
             key = keys.POLICY_VERSIONS if of_token else keys.POLICY_VERSION
-            for part in parts_of(data):
-                part.set(names.staleness, self.version - entry(part, key))
-        if self.loss.sft_coeff:
-            none = torch.zeros(len(batch), 1, dtype=torch.bool, device="cpu")
-            data.set(names.is_demonstration, none)
-        rows = self.loss.read(data)
-        if self.loss.sft_coeff:
+            rows.values[names.staleness] = self.version - rows.value(batch, key)
+        if loss.sft_coeff:
+            flags = torch.zeros(len(rows.scored), dtype=torch.bool, device="cpu")
+            rows.values[names.is_demonstration] = flags
             rows = rows.with_demonstrations(batch, names.is_demonstration)
-        return self.loss.prepare(rows.to(torch.device("cpu")))
+        values = {name: value.cpu() for name, value in rows.values.items()}
+        return loss.prepare(replace(rows, values=values))
 
     def _sum_over_ranks(
         self, totals: dict[str, Tensor], group: dist.ProcessGroup | None = None
@@ -382,17 +361,17 @@ class GRPOTrainer:
         return {name: value.detach() for name, value in out.items() if name not in TORCHRL_METRICS}
 
     def _why(self, batch: TensorDictBase, rows: Rows, parts: Sequence[Tensor]) -> str:
-        """Describe the origin of a step's non-finite numbers, without changing the weights."""
-        scorer = self.loss.actor_network
+        """Describe why no token of a step counts, or the origin of its non-finite numbers, without
+        changing the weights.
+        """
+        if not rows.values[keys.LOSS_WEIGHTS].any():
+            return load_extra("why_no_token")(batch)
 
         def passes(index: Tensor) -> dict[str, Tensor]:
-            part = rows.take(index)
-            layout = scorer.layout(part) if isinstance(scorer, TokenScorer) else None
-            return self.forward_backward(Pass(index, 0, part, layout), batch)
+            return self.forward_backward(Pass(index, rows, self.loss.actor_network), batch)
 
-        return where_not_finite(
-            self.model, rows, parts, passes, queries_of(batch), one_by_one=self.mesh is None
-        )
+        diagnose, alone = load_extra("where_not_finite"), self.mesh is None
+        return diagnose(self.model, rows, parts, passes, batch, one_by_one=alone)
 
     def optim_step(self, loss: Tensor, *, empty: bool, why: Callable[[], str]) -> dict[str, float]:
         """Clip the gradients and step, unless the loss or the gradient norm is not finite. Then

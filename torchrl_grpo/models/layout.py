@@ -16,25 +16,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrl_grpo.images import EncodedImage, ImageSpan, Spans
-
-if TYPE_CHECKING:
-    from torchrl_grpo.models.rows import Rows
+from torchrl_grpo.models.rows import Rows
+from torchrl_grpo.models.segments import Segments, send
 
 Prompt = tuple[int, int]
 """Number of a prompt in its batch, and its length."""
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device, without waiting for the copy."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,11 +108,6 @@ class ImageLayout:
     places: Tensor
     features: GatherIndex
 
-    @property
-    def num_features(self) -> int:
-        """Tokens of the distinct images."""
-        return sum(image.num_features for image in self.images)
-
     def to(self, device: torch.device) -> ImageLayout:
         """Return the layout on a device; the images stay where they are."""
         return ImageLayout(self.images, send(self.places, device), self.features.to(device))
@@ -132,11 +119,11 @@ class Layout:
 
     Args:
         tokens: [1, N] without padding, or [B, T - 1] for padded sequences.
-        predictors: flat indices in ``tokens`` of the tokens from which scored tokens are predicted.
-        targets: int64, the tokens that are predicted from them.
-        num_scored: S, number of scored tokens.
-        places: int64, which scored tokens are predicted, all but the first one of a sequence; None
-            for all.
+        predictors: [S], flat indices in ``tokens`` of the tokens from which scored tokens are
+            predicted.
+        targets: [S] int64, the scored tokens.
+        first: int64, which scored tokens are the first one of a sequence, and have no prediction:
+            they are predicted from themselves. None if there are none.
         positions: [1, N] int64, or None for padded sequences; with three axes (M-RoPE), [3, 1, N]
             or [3, B, T - 1].
         groups: for each prompt, its length, the length of the first sequence, and the lengths of
@@ -149,8 +136,7 @@ class Layout:
     tokens: Tensor
     predictors: GatherIndex
     targets: Tensor
-    num_scored: int
-    places: Tensor | None = None
+    first: Tensor | None = None
     positions: Tensor | None = None
     groups: tuple[tuple[int, ...], ...] = ()
     once: Tensor | None = None
@@ -226,10 +212,7 @@ def shared_prompts(rows: Rows) -> list[Prompt]:
     """Return the prompt of each sequence: its tokens before the first scored one, and the images
     among them. Equal prompts have the same number.
     """
-    later = rows.position > 0
-    lengths = rows.lengths.scatter_reduce(
-        0, rows.of_scored.row[later], rows.position[later], "amin", include_self=True
-    )
+    lengths = rows.lengths.scatter_reduce(0, rows.of_scored.row, _after_first(rows), "amin")
     tokens, numbers = rows.tokens.numpy(), dict[tuple[bytes, Spans], int]()
     starts = rows.of_tokens.offsets.tolist()
     prompts = zip(starts, lengths.tolist(), rows.images or [()] * len(rows), strict=False)
@@ -249,44 +232,41 @@ def _before(end: int, spans: Spans) -> Spans:
     return tuple(span for span in spans if span.offset < end)
 
 
-def _predicted(rows: Rows) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return which scored tokens are predicted, all but the first one of a sequence (None for all),
-    and their rows and positions.
-    """
-    row, position = rows.of_scored.row, rows.position
-    later = position > 0
-    if bool(later.all()):
-        return None, row, position
-    return later.nonzero().squeeze(-1), row[later], position[later]
+def _after_first(rows: Rows) -> Tensor:
+    """Return the position of each scored token, of a sequence's first token that of its second."""
+    return rows.position.clamp(min=1)
+
+
+def _layout(rows: Rows, tokens: Tensor, predictors: Tensor, **options: Any) -> Layout:
+    """Return the layout of sequences whose scored tokens have these predictors, [S] int64."""
+    first = (rows.position == 0).nonzero().squeeze(-1)
+    targets = rows.tokens[rows.scored]
+    return Layout(
+        tokens, GatherIndex(predictors), targets, first if len(first) else None, **options
+    )
 
 
 def padded(rows: Rows, grid: Tensor | None = None) -> Layout:
     """Return the layout of sequences that are padded on the right; see ``packed``."""
-    places, row, position = _predicted(rows)
-    width = int(rows.lengths.max())
-    of_tokens = rows.of_tokens
-    place = torch.arange(len(of_tokens.row), device="cpu") - of_tokens.offsets[of_tokens.row]
+    width = max(int(rows.lengths.max()) - 1, 1)
 
     def pad(values: Tensor) -> Tensor:
-        out = values.new_zeros(*values.shape[:-1], len(rows), width)
-        out[..., of_tokens.row, place] = values
-        return out[..., : max(width - 1, 1)]
+        out = values.new_zeros(*values.shape[:-1], len(rows), width + 1)
+        out[..., rows.of_tokens.row, rows.of_tokens.number] = values
+        return out[..., :width]
 
-    width_of_row = max(width - 1, 1)
-    found = [
-        (number * width_of_row, span)
+    spans = [
+        (number * width, span)
         for number, spans in enumerate(rows.images or ())
         for span in spans
-        if span.end <= width_of_row
+        if span.end <= width
     ]
-    return Layout(
+    return _layout(
+        rows,
         pad(rows.tokens),
-        GatherIndex(row * width_of_row + position - 1),
-        rows.tokens[rows.scored if places is None else rows.scored[places]],
-        len(rows.scored),
-        places,
+        rows.of_scored.row * width + _after_first(rows) - 1,
         positions=None if grid is None else pad(grid),
-        images=_image_layout(found),
+        images=_image_layout(spans),
     )
 
 
@@ -321,48 +301,45 @@ def packed(
     Returns:
         the layout, on the CPU.
     """
-    places, row, position = _predicted(rows)
-    first = rows.of_tokens.offsets
-    last = torch.zeros_like(rows.lengths).scatter_reduce(0, row, position, "amax")
-    ends = last.tolist()
+    row, position = rows.of_scored.row, _after_first(rows)
+    ends = torch.zeros_like(rows.lengths).scatter_reduce(0, row, position, "amax").tolist()
     rows_of: dict[Prompt, list[int]] = {}
     for number, prompt in enumerate(shared_prompts(rows) if prompts is None else prompts):
         if ends[number]:
             rows_of.setdefault(prompt, []).append(number)
     if not rows_of:  # a pass that scores nothing still runs
         rows_of[0, 1], ends[0] = [0], 1
-    order, starts, groups = list[int](), list[int](), list[tuple[int, ...]]()
+    # Of each sequence in the row: its number in the batch, its first token that is not in the row
+    # as part of another sequence, the number of its tokens from there, and what is added to a
+    # position for its index in the row, from there on and before.
+    parts, groups, used = list[list[int]](), list[tuple[int, ...]](), 0
     for (_, length), numbers in rows_of.items():
-        order += numbers
-        starts += [0, *[length] * (len(numbers) - 1)]
-        others = (ends[number] - length for number in numbers[1:] if ends[number] > length)
-        groups.append((length, ends[numbers[0]], *others))
-    index, start_of = torch.tensor([order, starts], device="cpu")
-    size = torch.tensor(ends, device="cpu")[index] - start_of
-    offset = size.cumsum(0) - size - start_of  # from a token's position to its index in the row
-    positions = torch.arange(int(size.sum()), device="cpu") - offset.repeat_interleave(size)
-    # For each sequence, in the order of the batch. Its prompt may be in the row as part of another
-    # sequence, the lead.
-    shift, begin, lead = (torch.zeros_like(rows.lengths) for _ in range(3))
-    shift[index], begin[index] = offset, start_of
-    for numbers in rows_of.values():
-        lead[numbers] = shift[numbers[0]]
-    before = position - 1
-    source = first[index.repeat_interleave(size)] + positions
-    found = [
-        (begins, span)
-        for number, start, begins in zip(order, starts, offset.tolist(), strict=True)
-        for span in (rows.images[number] if rows.images else ())
-        if start <= span.offset and span.end <= ends[number]
+        lead = used
+        for number in numbers:
+            start = length if number != numbers[0] else 0
+            parts.append([number, start, ends[number] - start, used - start, lead])
+            used += ends[number] - start
+        sizes = [size for _, _, size, _, _ in parts[-len(numbers) :]]
+        groups.append((length, *filter(None, sizes)))
+    number, start, size, shift, lead = torch.tensor(parts, device="cpu").T
+    own = Segments.of(size)
+    positions = own.number + start[own.row]
+    source = rows.of_tokens.offsets[number[own.row]] + positions
+    of_rows = torch.zeros(len(rows), 3, dtype=torch.int64, device="cpu")
+    of_rows[number] = torch.stack([start, shift, lead], 1)
+    start, shift, lead = of_rows[row].T
+    spans = [
+        (shift_of, span)
+        for number_of, start_of, size_of, shift_of, _ in parts
+        for span in (rows.images[number_of] if rows.images else ())
+        if start_of <= span.offset and span.end <= start_of + size_of
     ]
     axes = positions if grid is None else grid[:, source]
-    return Layout(
+    return _layout(
+        rows,
         rows.tokens[source][None],
-        GatherIndex(before + torch.where(before < begin[row], lead[row], shift[row])),
-        rows.tokens[rows.scored if places is None else rows.scored[places]],
-        len(rows.scored),
-        places,
-        axes.unsqueeze(-2),
-        tuple(groups),
-        images=_image_layout(found),
+        position - 1 + torch.where(position <= start, lead, shift),
+        positions=axes.unsqueeze(-2),
+        groups=tuple(groups),
+        images=_image_layout(spans),
     )

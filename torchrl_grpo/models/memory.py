@@ -18,8 +18,6 @@ MEMORY_SHARE = 0.9
 """Fraction of an accelerator's memory that a role may fill."""
 _ADAPTER_NUMBER = 4
 """Bytes per number of adapters: peft keeps them in float32, whatever the model's dtype."""
-_LORA_RANK = 16
-"""Rank of adapters if ``train_model.lora.r`` is not set."""
 
 
 @dataclass(frozen=True)
@@ -337,59 +335,6 @@ class ModelMemory:
         """Return the memory by purpose, as named in messages and tables."""
         caches = {"KV cache": self.cache, "features of images": self.features}
         return {"weights": self.weights} | {name: size for name, size in caches.items() if size}
-
-
-def forward_memory(shape: Shape, tokens: int, number: int) -> int:
-    """Return the bytes of activations of a forward-only pass: three times a layer's gates, its
-    input and its output.
-
-    Args:
-        shape: shape of the model.
-        tokens: number of tokens in the pass.
-        number: bytes per activation.
-    """
-    return tokens * number * (3 * shape.inner + 2 * shape.hidden)
-
-
-def savings(shape: Shape, setup: StepSetup) -> dict[str, int]:
-    """Return the bytes that each unused setting would save at a rank's peak; negative if it would
-    cost memory.
-
-    Args:
-        shape: as in ``step_memory``.
-        setup: current setup of the step.
-    """
-    half, single = setup.tokens // 2, setup.passes == 1
-    knobs: dict[str, StepSetup] = {}
-    if setup.sequences > 1:
-        knobs[f"train.micro_batch_tokens={half}"] = replace(
-            setup, tokens=half, passes=2 * setup.passes
-        )
-    if not setup.checkpoints:
-        knobs["train_model.gradient_checkpointing=true"] = replace(setup, checkpoints=True)
-    if setup.number == 4:
-        knobs["train.mixed_precision=bf16"] = replace(setup, number=2)
-    if not setup.adapters:
-        knobs["train_model.lora.enabled=true"] = replace(
-            setup, adapters=_LORA_RANK, trains_vision=False
-        )
-    share = replace(
-        setup,
-        tokens=half if single and setup.sequences > 1 else setup.tokens,
-        ranks=2 * setup.ranks,
-    )
-    if setup.trains_vision:  # on one device
-        knobs["train_model.train_vision=false"] = replace(setup, trains_vision=False)
-    else:
-        knobs[f"train_model.num_devices={share.ranks}"] = share
-    if setup.replicas > 1:
-        knobs["train_model.replicas=1"] = replace(setup, replicas=1)
-    if not (setup.small_states or setup.offloads):  # these exclude each other
-        knobs["optimizer.name=adamw_8bit"] = replace(setup, small_states=True)
-        if not setup.images:
-            knobs["train_model.cpu_offload=true"] = replace(setup, offloads=True)
-    now = step_memory(shape, setup).peak
-    return {name: now - step_memory(shape, other).peak for name, other in knobs.items()}
 
 
 def feature_bytes(shape: Shape, number: int, tokens: float) -> int:

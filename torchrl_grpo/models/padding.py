@@ -6,12 +6,14 @@ tokens, so no attention mask is needed and padding cannot change a result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_grpo import keys as K
 from torchrl_grpo.images import Spans
@@ -64,18 +66,12 @@ def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tens
         KeyError: the batch has no such entry.
         ValueError: the entry is a number without an axis in each sequence.
     """
-    options = {
-        "as_padded_tensor": True,
-        "padding_side": "right",
-        "padding_value": padding_value,
-    }
-    if isinstance(batch, LazyStackedTensorDict):
-        first = batch.tensordicts[0].get(key, None)
-        if isinstance(first, Tensor) and first.ndim == 0:
-            options = {}  # nothing to pad, and tensordict's error would not name the entry
-    padded = batch.get(key, **options)
-    if padded is None:
-        raise missing(batch, key)
+    if not isinstance(batch, LazyStackedTensorDict):
+        padded = entry(batch, key)
+    else:
+        rows = columns(batch, [key], required=[key])[key]
+        is_scalar = not rows[0].ndim
+        padded = torch.stack(rows) if is_scalar else pad_sequence(rows, True, padding_value)
     if padded.ndim < 2:
         raise ValueError(
             f"entry {key!r} of shape {list(padded.shape)} must be [{len(batch)}, 1], one value for "
@@ -89,6 +85,34 @@ def has(batch: TensorDictBase, key: NestedKey) -> bool:
     nested keys of a lazy stack.
     """
     return all(part.get(key, None) is not None for part in parts_of(batch))
+
+
+def columns(
+    batch: TensorDictBase, names: Iterable[NestedKey], required: Iterable[NestedKey] = ()
+) -> dict[NestedKey, list[Any]]:
+    """Return the entries that all sequences of a batch have, by key, each as a list with the value
+    of each sequence.
+
+    Args:
+        batch: batch size [N], ragged or padded.
+        names: keys of the entries.
+        required: those that the batch must have.
+
+    Raises:
+        KeyError: the batch lacks a required entry.
+    """
+    rows, out = batch.unbind(0), dict[NestedKey, list[Any]]()
+    for name in names:
+        values = list(takewhile(_exists, (row.get(name, None) for row in rows)))
+        if len(values) == len(rows):
+            out[name] = values
+        elif name in required:
+            raise missing(batch, name)
+    return out
+
+
+def _exists(value: object) -> bool:
+    return value is not None
 
 
 def parts_of(batch: TensorDictBase) -> Sequence[TensorDictBase]:
@@ -106,9 +130,9 @@ def copy_entry(batch: TensorDictBase, source: NestedKey, target: NestedKey) -> N
         part.set(target, entry(part, source))
 
 
-def images_of_rows(batch: TensorDictBase) -> list[Spans] | None:
+def images_of_rows(batch: TensorDictBase, key: NestedKey = K.IMAGES) -> list[Spans] | None:
     """Return the images of each sequence of a batch; None if there are none."""
-    images = list(map(images_of_row, batch.unbind(0)))
+    images = [images_of_row(row, key) for row in batch.unbind(0)]
     return images if any(images) else None
 
 
@@ -132,17 +156,11 @@ def trajectories_of(batch: TensorDictBase) -> Tensor | None:
     >>> trajectories_of(lazy_stack([TensorDict({}), *rows]))
     tensor([0, 1, 1])
     """
-    if isinstance(batch, LazyStackedTensorDict):
-        values = [row.get(K.TRAJECTORY, None) for row in batch.tensordicts]
-        names = [
-            ("row", row) if value is None else ("trajectory", int(value))
-            for row, value in enumerate(values)
-        ]
-    else:
-        column = batch.get(K.TRAJECTORY, None)
-        if column is None:
-            return None
-        names = [("trajectory", value) for value in column.reshape(-1).tolist()]
+    values = [row.get(K.TRAJECTORY, None) for row in batch.unbind(0)]
+    names = [
+        ("row", row) if value is None else ("trajectory", int(value))
+        for row, value in enumerate(values)
+    ]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     if len(numbers) == len(names):
         return None

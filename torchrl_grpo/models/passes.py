@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -18,23 +20,49 @@ from torchrl_grpo.models.scoring import TokenScorer
 class Pass:
     """One forward pass, and perhaps backward pass, over some sequences of a batch.
 
+    Sequences and layout are made when they are first asked for, which on an accelerator is while it
+    computes the pass before.
+
     Args:
         index: [n] int64, the sequences; empty in a pass that only keeps several ranks together.
-        tokens: number of tokens that it computes.
-        rows: the sequences themselves.
-        layout: of the sequences, on the CPU; None without a ``TokenScorer``.
+        batch: all sequences.
+        scorer: that makes the layout, if it is a ``TokenScorer``.
+        all_prompts: from ``shared_prompts`` of all sequences; None if they are padded.
     """
 
     index: Tensor
-    tokens: int
-    rows: Rows
-    layout: Layout | None
+    batch: Rows
+    scorer: object
+    all_prompts: list[Prompt] | None = None
+
+    @property
+    def prompts(self) -> list[Prompt] | None:
+        """Prompts of the sequences."""
+        return (self.all_prompts and [self.all_prompts[row] for row in self.index.tolist()]) or None
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that it computes."""
+        return pass_tokens(self.batch.lengths[self.index].tolist(), self.prompts)
 
     @property
     def features(self) -> int:
         """Tokens of the distinct images."""
-        images = None if self.layout is None else self.layout.images
-        return 0 if images is None else images.num_features
+        every = self.batch.images or [()] * len(self.batch)
+        images = {span.image for row in self.index.tolist() for span in every[row]}
+        return sum(image.num_features for image in images)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The sequences."""
+        return self.batch.take(self.index)
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """Their layout, on the CPU; None without a ``TokenScorer``."""
+        if not isinstance(self.scorer, TokenScorer):
+            return None
+        return self.scorer.layout(self.rows, self.prompts)
 
 
 def make_passes(
@@ -52,13 +80,8 @@ def make_passes(
     prompts = None
     if isinstance(scorer, TokenScorer) and scorer.packs(int(rows.lengths.max()), rows.images):
         prompts = shared_prompts(rows)
-    passes = []
-    for index in rank_micro_batches(rows.lengths, max_tokens, rank, world_size, prompts):
-        part, own = rows.take(index), prompts and [prompts[row] for row in index.tolist()]
-        layout = scorer.layout(part, own or None) if isinstance(scorer, TokenScorer) else None
-        tokens = pass_tokens(rows.lengths[index].tolist(), own)
-        passes.append(Pass(index, tokens, part, layout))
-    return passes
+    parts = rank_micro_batches(rows.lengths, max_tokens, rank, world_size, prompts)
+    return [Pass(index, rows, scorer, prompts) for index in parts]
 
 
 def pass_tokens(lengths: Sequence[int], prompts: Sequence[Prompt] | None = None) -> int:
@@ -75,11 +98,8 @@ def pass_tokens(lengths: Sequence[int], prompts: Sequence[Prompt] | None = None)
     """
     if prompts is None:
         return len(lengths) * max(lengths, default=0)
-    return (
-        sum(lengths)
-        - sum(length for _, length in prompts)
-        + sum(length for _, length in set(prompts))
-    )
+    again = sum(length for _, length in prompts) - sum(length for _, length in set(prompts))
+    return sum(lengths) - again
 
 
 def micro_batches(
@@ -163,35 +183,27 @@ def rank_micro_batches(
         >>> [part.tolist() for part in rank_micro_batches(torch.tensor([2, 5, 3, 4]), 6, rank=0, world_size=2)]
         [[1], [0]]
     """
-    lengths = lengths.cpu()
-    sizes, pieces = lengths.tolist(), [[row] for row in range(len(lengths))]
-    if prompts is not None:
-        most = max(1, pass_tokens(sizes, prompts) // (2 * world_size))
-        groups = [
-            (prompt, torch.tensor(rows, device="cpu"))
-            for prompt, rows in _by_prompt(prompts).items()
-        ]
-        cut = (
-            (rows, micro_batches(lengths[rows], most, [prompt] * len(rows)))
-            for prompt, rows in groups
-        )
-        pieces = [rows[part].tolist() for rows, parts in cut for part in parts]
-
-    def tokens(piece: Sequence[int]) -> int:
-        return pass_tokens(
-            [sizes[row] for row in piece], prompts and [prompts[row] for row in piece]
-        )
-
+    if world_size == 1:
+        return micro_batches(lengths, max_tokens, prompts)
+    sizes = lengths.tolist()
+    # A sequence that shares no prompt is a group of its own.
+    groups = [(row, 0) for row in range(len(sizes))] if prompts is None else prompts
+    most, pieces = max(1, pass_tokens(sizes, groups) // (2 * world_size)), []
+    for prompt, rows in _by_prompt(groups).items():
+        for part in micro_batches(lengths[rows], most, [prompt] * len(rows)):
+            piece = [rows[number] for number in part.tolist()]
+            used = pass_tokens([sizes[row] for row in piece], [prompt] * len(piece))
+            pieces.append((used, piece))
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, number) for number in range(world_size)]  # a heap
-    for piece in sorted(pieces, key=tokens, reverse=True):
+    for tokens, piece in sorted(pieces, key=itemgetter(0), reverse=True):
         load, number = heapq.heappop(loads)
         shares[number] += piece
-        heapq.heappush(loads, (load + tokens(piece), number))
+        heapq.heappush(loads, (load + tokens, number))
     split = []
     for share in map(sorted, shares):
         of_rank = torch.tensor(share, dtype=torch.int64, device="cpu")
         own = prompts and [prompts[row] for row in share]
         split.append([of_rank[part] for part in micro_batches(lengths[of_rank], max_tokens, own)])
-    missing = max(len(parts) for parts in split) - len(split[rank])
+    missing = max(map(len, split)) - len(split[rank])
     return split[rank] + [lengths.new_empty(0)] * missing

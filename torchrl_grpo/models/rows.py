@@ -14,20 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from torchrl_grpo import keys as K
 from torchrl_grpo.images import Spans
-from torchrl_grpo.models.layout import send
-from torchrl_grpo.models.padding import (
-    demonstrations_in,
-    entry,
-    has,
-    images_of_row,
-    images_of_rows,
-)
-from torchrl_grpo.models.segments import Segments
+from torchrl_grpo.models.padding import columns, demonstrations_in, images_of_rows
+from torchrl_grpo.models.segments import Segments, send
 
 _OF_SAMPLED: dict[NestedKey, float] = {
     K.KEPT: -1,
@@ -62,12 +55,11 @@ class Rows:
     trajectory: Tensor | None = None
 
     @classmethod
-    def of(
+    def from_padded(
         cls,
         tokens_BT: Tensor,
         mask_BT: Tensor,
         images: Sequence[Spans] | None = None,
-        lengths: Tensor | None = None,
     ) -> Rows:
         """Return right-padded sequences, of which the mask says which tokens to score.
 
@@ -75,21 +67,9 @@ class Rows:
             tokens_BT: [B, T] int64.
             mask_BT: [B, T] bool.
             images: of each sequence.
-            lengths: [B] int64, number of tokens of each; all T by default.
         """
-        tokens, mask = tokens_BT.cpu(), mask_BT.cpu()
-        whole = torch.full(tokens.shape[:1], tokens.shape[1], device="cpu")
-        lengths = whole if lengths is None else lengths.cpu()
-        real = torch.arange(tokens.shape[1], device="cpu") < lengths[:, None]
-        return cls._of(tokens[real], lengths, mask[real], images)
-
-    @classmethod
-    def _of(
-        cls, tokens: Tensor, lengths: Tensor, mask: Tensor, images: Sequence[Spans] | None
-    ) -> Rows:
-        of_tokens, scored = Segments.of(lengths), mask.nonzero().squeeze(-1)
-        sizes = of_tokens.row[scored].bincount(minlength=len(lengths))
-        return cls(tokens, of_tokens, scored, Segments.of(sizes), images)
+        batch = TensorDict({K.FULL: tokens_BT, K.ASSISTANT_MASK: mask_BT}, mask_BT.shape[:1])
+        return replace(cls.read(batch), images=images)
 
     @classmethod
     def read(
@@ -98,6 +78,8 @@ class Rows:
         names: Iterable[NestedKey] = (),
         tokens_key: NestedKey = K.FULL,
         mask_key: NestedKey = K.ASSISTANT_MASK,
+        images_key: NestedKey = K.IMAGES,
+        required: Iterable[NestedKey] = (),
     ) -> Rows:
         """Read a batch [B], ragged or padded on the right.
 
@@ -106,32 +88,32 @@ class Rows:
             names: further entries to read, if the batch has them; see ``value``.
             tokens_key: of the tokens, [T] int64 in each sequence.
             mask_key: of the mask of the scored tokens, [T] bool.
+            images_key: of the images.
+            required: those of ``names`` that the batch must have.
 
         Raises:
-            KeyError: the batch has no tokens or no mask.
+            KeyError: the batch has no tokens or no mask, or lacks a required entry.
             ValueError: an entry does not fit the tokens.
         """
-        flat, lengths = _flat(batch, tokens_key)
-        mask, sizes = _flat(batch, mask_key)
-        place = Segments.of(lengths)
-        start = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))[:-1]
-        real = torch.arange(len(place.row), device="cpu") - place.offsets[place.row]
-        flags = mask.reshape(-1).bool().cpu()[start[place.row] + real]
-        tokens = flat.reshape(-1).cpu()
-        if has(batch, K.ATTENTION_MASK) and not isinstance(batch, LazyStackedTensorDict):
-            exists = entry(batch, K.ATTENTION_MASK).bool().cpu()
-            lengths = exists.sum(-1)
-            tokens, flags = tokens[exists.flatten()], flags[exists.flatten()]
-        rows = cls._of(tokens, lengths, flags, images_of_rows(batch))
-        return rows.reading(batch, names)
-
-    def reading(self, batch: TensorDictBase, names: Iterable[NestedKey]) -> Rows:
-        """Return the rows with further entries of the batch that they are of, if it has them."""
-        values = {name: self.value(batch, name) for name in names if has(batch, name)}
-        return replace(self, values=self.values | values)
+        must = tokens_key, mask_key
+        of_rows = columns(batch, [*must, *names], required=[*must, *required])
+        parts = of_rows.pop(tokens_key), of_rows.pop(mask_key)
+        tokens, mask = (torch.cat(part).reshape(-1).cpu() for part in parts)
+        lengths = torch.tensor([row.shape[0] for row in parts[0]], device="cpu")
+        real = None
+        if not isinstance(batch, LazyStackedTensorDict):
+            real = batch.get(K.ATTENTION_MASK, None)
+        if real is not None:
+            real = real.bool().cpu()
+            tokens, mask, lengths = tokens[real.flatten()], mask[real.flatten()], real.sum(-1)
+        of_tokens, scored = Segments.of(lengths), mask.nonzero().squeeze(-1)
+        of_scored = Segments.of(of_tokens.row[scored].bincount(minlength=len(lengths)))
+        rows = cls(tokens, of_tokens, scored, of_scored, images_of_rows(batch, images_key))
+        values = {name: rows._at_scored(name, column) for name, column in of_rows.items()}
+        return replace(rows, values=values)
 
     def value(self, batch: TensorDictBase, name: NestedKey) -> Tensor:
-        """Return an entry of the batch at each scored token, [S, ...].
+        """Return an entry of the batch of these rows at each scored token, [S, ...].
 
         Args:
             batch: the batch of these rows.
@@ -141,26 +123,34 @@ class Rows:
         Raises:
             ValueError: the entry has another shape.
         """
-        flat, sizes = _flat(batch, name, _OF_SAMPLED.get(name))
-        if name in _OF_SAMPLED:
-            position, needed = self.number, self.of_scored.sizes
+        return self._at_scored(name, columns(batch, [name], required=[name])[name])
+
+    def _at_scored(self, name: NestedKey, column: list[Tensor]) -> Tensor:
+        """Return an entry, of which each sequence has a tensor, at each scored token."""
+        fill = _OF_SAMPLED.get(name)
+        sizes = torch.tensor(
+            [value.shape[0] if value.ndim else 0 for value in column], device="cpu"
+        )
+        if fill is None:
+            position, needed = self.position, self.lengths
+            unfit = torch.tensor([value.numel() for value in column], device="cpu") != sizes
         else:
-            position, needed = self.position, self.of_tokens.sizes
-            flat = flat.reshape(flat.shape[0], -1).squeeze(-1)
-        of_token = sizes != 1
-        short = (of_token & (sizes < needed)) if name not in _OF_SAMPLED else sizes < needed
-        if short.any() or (flat.ndim > 1 and name not in _OF_SAMPLED):
-            size = int(sizes[short.long().argmax()])
+            position, needed = self.of_scored.number, self.of_scored.sizes
+            unfit = sizes < needed
+            width = max(value.shape[1] for value in column)
+            column = [_widened(value, width, fill) for value in column]
+        unfit |= (sizes < needed) & (sizes != 1)
+        if unfit.any():
+            shape = [len(self), *column[int(unfit.long().argmax())].shape]
             raise ValueError(
-                f"entry {name!r} of shape {[len(self), size]} must be [{len(self)}, 1], one value for "
-                f"each sequence, or [{len(self)}, {int(needed.max())}], one for each token: compute "
-                "it for the tokens of this batch."
+                f"entry {name!r} of shape {shape} must be [{len(self)}, 1], one value for each "
+                f"sequence, or [{len(self)}, {int(needed.max())}], one for each token: compute it "
+                "for the tokens of this batch, or use unsqueeze(-1)."
             )
-        row = self.of_scored.row
-        start = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))[:-1]
-        if name not in _OF_SAMPLED:
-            position = torch.where(of_token[row], position, 0)
-        return flat.index_select(0, send(start[row] + position, flat.device))
+        flat, row = torch.cat(column), self.of_scored.row
+        start = sizes.cumsum(0) - sizes
+        places = start[row] + torch.where(sizes[row] == 1, 0, position)
+        return flat.flatten(0 if fill is None else 1).index_select(0, send(places, flat.device))
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -176,23 +166,14 @@ class Rows:
         """[S] int64, position of each scored token in its sequence."""
         return self.scored - self.of_tokens.offsets[self.of_scored.row]
 
-    @cached_property
-    def number(self) -> Tensor:
-        """[S] int64, number of each scored token among those of its sequence."""
-        numbers = torch.arange(len(self.scored), device="cpu")
-        return numbers - self.of_scored.offsets[self.of_scored.row]
-
     def take(self, index: Tensor) -> Rows:
-        """Return some sequences, [n] int64; for none, the beginning of one, without scored tokens,
-        because a pass must compute something.
+        """Return some sequences, [n] int64; for none, the first one, without scored tokens, because
+        a pass must compute something.
         """
+        places, sizes = self.of_scored.places(index), self.of_scored.sizes[index]
         if not len(index):
-            tokens = self.tokens[:2]
-            none = {name: value[:0] for name, value in self.values.items()}
-            of_none = Rows._of(tokens, torch.tensor([len(tokens)]), torch.zeros_like(tokens), None)
-            return replace(of_none, values=none, totals=self.totals)
-        of_tokens, places = Segments.of(self.lengths[index]), self.of_scored.places(index)
-        of_scored = Segments.of(self.of_scored.sizes[index])
+            index, sizes = torch.zeros(2, 1, dtype=torch.int64, device="cpu")
+        of_tokens, of_scored = Segments.of(self.lengths[index]), Segments.of(sizes)
         images = (self.images and [self.images[row] for row in index.tolist()]) or None
         return Rows(
             self.tokens[self.of_tokens.places(index)],
@@ -200,7 +181,7 @@ class Rows:
             self.position[places] + of_tokens.offsets[of_scored.row],
             of_scored,
             images,
-            {name: value[places.to(value.device)] for name, value in self.values.items()},
+            {name: value[send(places, value.device)] for name, value in self.values.items()},
             self.totals,
         )
 
@@ -216,100 +197,60 @@ class Rows:
         sources = [batch[row] for row in demonstrations_in(batch)]
         if not sources:
             return self
-        tokens = [row.get(K.DEMONSTRATION) for row in sources]
-        masks = [row.get(K.DEMONSTRATION_MASK) for row in sources]
-        lengths = torch.tensor([len(part) for part in tokens], device="cpu")
-        images = [images_of_row(row, K.DEMONSTRATION_IMAGES) for row in sources]
-        more = Rows._of(torch.cat(tokens).cpu(), lengths, torch.cat(masks).cpu(), images)
+        entries = (), K.DEMONSTRATION, K.DEMONSTRATION_MASK, K.DEMONSTRATION_IMAGES
+        more = Rows.read(lazy_stack(sources), *entries)
         values = {
             name: torch.cat([value, value.new_zeros(len(more.scored), *value.shape[1:])])
             for name, value in self.values.items()
         }
         values[flag][len(self.scored) :] = True
-        every = [*(self.images or [()] * len(self)), *images]
-        trajectory = self.trajectory
+        trajectory, images = self.trajectory, None
         if trajectory is not None:
-            trajectory = torch.cat([trajectory, torch.zeros_like(lengths)])
+            trajectory = torch.cat([trajectory, torch.zeros_like(more.lengths)])
+        if self.images or more.images:
+            images = [spans for rows in (self, more) for spans in rows.images or [()] * len(rows)]
         return replace(
             self,
             tokens=torch.cat([self.tokens, more.tokens]),
-            of_tokens=Segments.of(torch.cat([self.lengths, lengths])),
+            of_tokens=Segments.of(torch.cat([self.lengths, more.lengths])),
             scored=torch.cat([self.scored, more.scored + len(self.tokens)]),
             of_scored=Segments.of(torch.cat([self.of_scored.sizes, more.of_scored.sizes])),
-            images=every if any(every) else None,
+            images=images,
             values=values,
             trajectory=trajectory,
         )
-
-    def to(self, device: torch.device) -> Rows:
-        """Return the rows with their values on a device, copied without waiting."""
-        values, totals = (
-            {name: send(value, device) for name, value in part.items()}
-            for part in (self.values, self.totals)
-        )
-        return replace(self, values=values, totals=totals)
 
     def write(
         self, batch: TensorDictBase, name: NestedKey, values: Tensor, tokens_key: NestedKey = K.FULL
     ) -> None:
         """Write values of the scored tokens, [S, ...], into the batch of these rows, in place."""
+        parts = self.split(values)
         if isinstance(batch, LazyStackedTensorDict):
-            for row, part in zip(batch.tensordicts, self.of_each(values), strict=True):
+            for row, part in zip(batch.tensordicts, parts, strict=True):
                 row.set(name, part)
-        elif (real := batch.get(K.ATTENTION_MASK, None)) is None:
-            batch.set(name, self.padded(values, batch.get(tokens_key).shape[1]))
         else:  # the padding may be on the left
+            real = batch.get(K.ATTENTION_MASK, torch.ones_like(batch.get(tokens_key)))
             padded = values.new_zeros(*real.shape, *values.shape[1:])
-            padded[send(real, values.device).bool()] = torch.cat(self.of_each(values))
+            padded[send(real, values.device).bool()] = torch.cat(parts)
             batch.set(name, padded)
 
-    def of_each(self, values: Tensor) -> list[Tensor]:
+    def split(self, values: Tensor) -> list[Tensor]:
         """Return values of the scored tokens, [S, ...], for each sequence with 0 on its other
         tokens, [T, ...].
         """
-        whole = values.new_zeros(len(self.tokens), *values.shape[1:])
-        scored = self.scored.to(values.device)
-        return list(whole.index_put((scored,), values).split(self.lengths.tolist()))
+        of_tokens = values.new_zeros(len(self.tokens), *values.shape[1:])
+        scored = send(self.scored, values.device)
+        return list(of_tokens.index_put((scored,), values).split(self.lengths.tolist()))
 
     def padded(self, values: Tensor, width: int | None = None) -> Tensor:
         """Return values of the scored tokens, [S, ...], as [B, T, ...] padded with 0."""
         width = int(self.lengths.max()) if width is None else width
-        whole = values.new_zeros(len(self) * width, *values.shape[1:])
-        places = send(self.of_scored.row * width + self.position, values.device)
-        return whole.index_put((places,), values).unflatten(0, (len(self), width))
+        out = values.new_zeros(len(self), width, *values.shape[1:])
+        places = (send(part, values.device) for part in (self.of_scored.row, self.position))
+        return out.index_put(tuple(places), values)
 
 
-def _flat(
-    batch: TensorDictBase, name: NestedKey, fill: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return an entry of all sequences, one after another, and its size in each, [B] int64.
-
-    Args:
-        batch: batch size [B].
-        name: key of the entry.
-        fill: what fills up the second dimension, where it differs.
-    """
-    if not isinstance(batch, LazyStackedTensorDict):
-        value = entry(batch, name)
-        if value.ndim < 2:
-            raise _no_axis(name, value.shape, len(batch))
-        return value.flatten(0, 1), torch.full((len(value),), value.shape[1], device="cpu")
-    parts = [entry(row, name) for row in batch.tensordicts]
-    if parts[0].ndim == 0:
-        raise _no_axis(name, (len(parts),), len(parts))
-    if fill is not None:
-        width = max(part.shape[1] for part in parts)
-        parts = [
-            part
-            if part.shape[1] == width
-            else torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill)
-            for part in parts
-        ]
-    return torch.cat(parts), torch.tensor([len(part) for part in parts], device="cpu")
-
-
-def _no_axis(name: NestedKey, shape: Sequence[int], rows: int) -> ValueError:
-    return ValueError(
-        f"entry {name!r} of shape {list(shape)} must be [{rows}, 1], one value for each sequence, or "
-        f"[{rows}, T], one for each token: use unsqueeze(-1)."
-    )
+def _widened(value: Tensor, width: int, fill: float) -> Tensor:
+    """Return a tensor, [n, K], with more columns."""
+    more = width - value.shape[1]
+    return torch.nn.functional.pad(value, (0, more), value=fill) if more else value

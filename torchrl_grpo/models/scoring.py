@@ -42,10 +42,11 @@ from torchrl_grpo.images.features import (
 )
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
 from torchrl_grpo.models.head import Centering, chunked_log_probs, tied_embedding, tied_rows
-from torchrl_grpo.models.layout import Layout, Prompt, packed, padded, pick, send
+from torchrl_grpo.models.layout import Layout, Prompt, packed, padded, pick
 from torchrl_grpo.models.loading import base_model_of, check_adapters
 from torchrl_grpo.models.padding import is_of_wrapper, sequences_of
 from torchrl_grpo.models.rows import Rows
+from torchrl_grpo.models.segments import send
 from torchrl_grpo.models.sharding import call_gathered, compute_device, local_part, mesh_of
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class TokenScorer(TensorDictModuleBase):
         Returns:
             log-probs and entropies, both [B, T] float32, 0 outside the mask, on the model's device.
         """
-        rows = Rows.of(tokens_BT, mask_BT, images)
+        rows = Rows.from_padded(tokens_BT, mask_BT, images)
         scores = self.score_rows(self.layout(rows))
         return rows.padded(scores["log_prob"]), rows.padded(scores["entropy"])
 
@@ -211,7 +212,9 @@ class TokenScorer(TensorDictModuleBase):
         return layout.with_unique_tokens() if tied_embedding(self.base) is not None else layout
 
     def for_passes(self) -> AbstractContextManager[None]:
-        """Return a context for several passes, which shares what each would do by itself."""
+        """Return a context for passes, which may enclose others; what each of several passes would
+        do by itself is done once.
+        """
         return nullcontext()
 
     def score_rows(
@@ -240,23 +243,13 @@ class TokenScorer(TensorDictModuleBase):
         """
         layout = layout.to(compute_device(self.model))
 
-        def of_layout(name: NestedKey, *, reads: bool) -> Tensor | None:
-            if not reads:
-                return None
-            value = send(values[name], layout.targets.device)
-            return value if layout.places is None else value[layout.places]
-
-        scores = call_gathered(
-            self.model,
-            self._score,
-            layout,
-            of_layout(keys.KEPT, reads=keys.KEPT in values),
-            of_layout(keys.KEPT_LOG_PROBS, reads=center is not None),
-            of_layout(keys.TEACHER_STATES, reads=teacher is not None),
-            center,
-            teacher,
-        )
-        return {name: _at_all(layout, value) for name, value in scores.items()}
+        names = [keys.KEPT] if keys.KEPT in values else []
+        names += [keys.KEPT_LOG_PROBS] if center is not None else []
+        names += [keys.TEACHER_STATES] if teacher is not None else []
+        read = {name: send(values[name], layout.targets.device) for name in names}
+        with self.for_passes():
+            scores = call_gathered(self.model, self._score, layout, read, center, teacher)
+        return {name: _without_first(layout, value) for name, value in scores.items()}
 
     def teacher_states(self, layout: Layout, top_k: int | None = None) -> Tensor:
         """Return this model's states for a divergence at the S scored tokens, see ``Teacher``.
@@ -269,7 +262,8 @@ class TokenScorer(TensorDictModuleBase):
             [S, E] in the type of the model, or [S, 2 K + 1] float32.
         """
         layout = layout.to(compute_device(self.model))
-        return _at_all(layout, call_gathered(self.model, self._states, layout, top_k))
+        with self.for_passes():
+            return _without_first(layout, call_gathered(self.model, self._states, layout, top_k))
 
     def _states(self, layout: Layout, top_k: int | None) -> Tensor:
         """Return ``teacher_states`` of the scored tokens alone, [N, E] or [N, 2 K + 1]."""
@@ -282,9 +276,7 @@ class TokenScorer(TensorDictModuleBase):
     def _score(
         self,
         layout: Layout,
-        kept: Tensor | None,
-        sample: Tensor | None,
-        states: Tensor | None,
+        values: Mapping[NestedKey, Tensor],
         center: Centering | None,
         teacher: Teacher | None,
     ) -> dict[str, Tensor]:
@@ -300,13 +292,14 @@ class TokenScorer(TensorDictModuleBase):
             weight,
             layout.targets,
             bias_V=bias,
-            kept_NK=kept,
-            sample_NK=sample,
+            kept_NK=values.get(keys.KEPT),
+            sample_NK=values.get(keys.KEPT_LOG_PROBS),
             centering=center,
             **options,
         )
         out = dict(zip(("log_prob", "entropy", "centering"), scores, strict=False))
-        if teacher is not None and states is not None:
+        if teacher is not None:
+            states = values[keys.TEACHER_STATES]
             out["divergence"] = chunked_divergence(
                 hidden_ND, weight, states, teacher, bias_V=bias, **options
             )
@@ -347,8 +340,7 @@ class TokenScorer(TensorDictModuleBase):
         """Write the log-probs and entropies of the sampled tokens; see the class."""
         if is_of_wrapper(tensordict):
             tensordict = sequences_of(tensordict)
-        rows = Rows.read(tensordict)
-        rows = rows.reading(tensordict, (keys.KEPT, keys.KEPT_LOG_PROBS, keys.TEACHER_STATES))
+        rows = Rows.read(tensordict, (keys.KEPT, keys.TEACHER_STATES))
         scores = self.score_rows(self.layout(rows), rows.values, teacher=self.teacher)
         ragged = isinstance(tensordict, LazyStackedTensorDict)
         width = None if ragged else tensordict.get(keys.FULL).shape[1]
@@ -364,12 +356,9 @@ _OUT_KEYS: dict[str, NestedKey] = {
 }
 
 
-def _at_all(layout: Layout, values: Tensor) -> Tensor:
-    """Return values of the predicted tokens at all scored tokens."""
-    if layout.places is None:
-        return values
-    zeros = values.new_zeros(layout.num_scored, *values.shape[1:])
-    return zeros.index_put((layout.places,), values)
+def _without_first(layout: Layout, values: Tensor) -> Tensor:
+    """Return values of the scored tokens, with 0 for the first one of a sequence."""
+    return values if layout.first is None else values.index_fill(0, layout.first, 0.0)
 
 
 @torch.no_grad()
@@ -391,20 +380,10 @@ def check_scorer(scorer: TokenScorer) -> None:
     tokens = _some_tokens(scorer)
     try:
         with _evaluated(scorer.model), torch.autocast(tokens.device.type, enabled=False):
-            scores = _scores(scorer, tokens, torch.ones_like(tokens, dtype=torch.bool))
-            # The model is given the last token too, which the scorer leaves out: nothing may depend
-            # on it.
-            logits = (
-                base(input_ids=tokens, use_cache=False).logits[0, :-1].float() / scorer.temperature
-            )
-            rounding = _rounding(head.dtype, logits)
+            problem = _compare_forward(scorer, tokens)
             base.unpacked_because = _check_packing(scorer, tokens, head.dtype)
     except _MODEL_ERRORS as error:
-        problem = f"cannot be had ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-    else:
-        expected = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1)
-        difference = (scores[0, 1:] - expected).abs().mean().item()
-        problem = "" if difference <= rounding else f"are off by {difference:.2g} nats on average"
+        problem = f"cannot be had ({_first_line(error)})"
     # Rounding in bfloat16 may be larger than what a soft cap does to a few tokens.
     config = base.config.get_text_config()
     for name in (
@@ -469,18 +448,35 @@ def check_images(scorer: TokenScorer, prompt: ImagePrompt) -> None:
     accepted = inspect.signature(base.forward).parameters
     inputs = {name: value.to(device) for name, value in inputs.items() if name in accepted}
     with _evaluated(scorer.model), torch.autocast(device.type, enabled=False):
-        mask = torch.ones_like(tokens, dtype=torch.bool)
-        layout = scorer.layout(Rows.of(tokens, mask, [(first,)]))
-        scores = TokenScorer.score_rows(scorer, layout)["log_prob"][1:]
-        logits = base(**inputs, use_cache=False).logits[0, :-1].float() / scorer.temperature
-    targets = tokens[0, 1:, None].to(device)
-    difference = (scores - logits.log_softmax(-1).gather(-1, targets)[:, 0]).abs().mean().item()
-    if not difference <= _rounding(base.dtype, logits):
+        problem = _compare_forward(scorer, inputs.pop("input_ids"), [(first,)], **inputs)
+    if problem:
         raise ValueError(
             f"{type(base).__name__} must have the log-probs of its own forward for a prompt with "
-            f"an image, but they are off by {difference:.2g} nats on average: use another model "
-            "(docs/models.md has a table)."
+            f"an image, but they {problem}: use another model (docs/models.md has a table)."
         )
+
+
+def _compare_forward(
+    scorer: TokenScorer, tokens: Tensor, images: Sequence[Spans] | None = None, **inputs: Any
+) -> str:
+    """Return how far the log-probs of a sequence, [1, T], are from those of the model's own forward;
+    "" if not by more than rounding.
+    """
+    rows = Rows.from_padded(tokens, torch.ones_like(tokens, dtype=torch.bool), images)
+    scores = scorer.score_rows(scorer.layout(rows))["log_prob"][1:]
+    with scorer.for_passes():
+        # The model is given the last token too, which the scorer leaves out: nothing may depend on
+        # it.
+        out = scorer.base(input_ids=tokens, use_cache=False, **inputs)
+    logits = out.logits[0, :-1].float() / scorer.temperature
+    expected = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1)
+    difference = (scores - expected).abs().mean().item()
+    is_right = difference <= _rounding(scorer.base.get_output_embeddings().weight.dtype, logits)
+    return "" if is_right else f"are off by {difference:.2g} nats on average"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _some_tokens(scorer: TokenScorer) -> Tensor:
@@ -517,12 +513,6 @@ def _rounding(dtype: torch.dtype, logits: Tensor) -> float:
     return max(1e-4, 2 * torch.finfo(dtype).eps) * max(1.0, logits.abs().max().item())
 
 
-def _scores(scorer: TokenScorer, tokens: Tensor, mask: Tensor) -> Tensor:
-    """Log-probs [B, T] of the model as it is, with its adapters."""
-    rows = Rows.of(tokens, mask)
-    return rows.padded(TokenScorer.score_rows(scorer, scorer.layout(rows))["log_prob"])
-
-
 def _check_packing(scorer: TokenScorer, tokens: Tensor, dtype: torch.dtype) -> str:
     """Return why a model cannot be packed, within or beyond the lengths at which its layers change
     (``_LENGTHS``), because its log-probs would differ; or "".
@@ -550,9 +540,9 @@ def _compare_packing(scorer: TokenScorer, tokens: Tensor, dtype: torch.dtype) ->
     try:
         for why in ("it is being checked", ""):
             scorer.base.unpacked_because = why
-            scores += [_scores(scorer, batch, mask)[mask] for batch in (tokens, changed)]
+            scores += [scorer.score(batch, mask)[0][mask] for batch in (tokens, changed)]
     except _MODEL_ERRORS as error:
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return _first_line(error)
     padded, padded_beside, packed, packed_beside = scores
     difference = (packed - padded).abs().mean().item()
     if not difference <= _rounding(dtype, padded):
@@ -575,15 +565,16 @@ class AdapterOffScorer(TokenScorer):
     a second model.
     """
 
-    def score_rows(self, layout: Layout, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Score with only the base model; see ``TokenScorer.score_rows``."""
+    @contextmanager
+    def for_passes(self) -> Iterator[None]:
+        """Context in which only the base model computes."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with self.model.disable_adapter():
             # peft turns this off meanwhile. If this is the first forward, FSDP2 would then believe
             # that nothing is trained, and not cast the gradients.
             for parameter in trained:
                 parameter.requires_grad_(True)
-            return super().score_rows(layout, *args, **kwargs)
+            yield
 
 
 class AverageScorer(TokenScorer):
@@ -603,6 +594,8 @@ class AverageScorer(TokenScorer):
     Attributes:
         average: the average of each trained weight, by its name; at first the weight itself.
     """
+
+    _is_swapped = True  # until there is an average
 
     def __init__(
         self, model: nn.Module, temperature: float = 1.0, *, decay: float, every: int = 1
@@ -649,16 +642,6 @@ class AverageScorer(TokenScorer):
             mine.copy_(weight)
             weight.copy_(copy)
         self._is_swapped = not self._is_swapped
-
-    def score_rows(self, layout: Layout, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Score with the average; see ``TokenScorer.score_rows``."""
-        with self.for_passes():
-            return super().score_rows(layout, *args, **kwargs)
-
-    def teacher_states(self, layout: Layout, top_k: int | None = None) -> Tensor:
-        """Return the average's states; see ``TokenScorer.teacher_states``."""
-        with self.for_passes():
-            return super().teacher_states(layout, top_k)
 
 
 class WrapperScorer(TokenScorer):

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchrl_grpo.models.layout import send
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device, without waiting for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +49,11 @@ class Segments:
         """Number of rows."""
         return len(self.sizes)
 
+    @cached_property
+    def number(self) -> Tensor:
+        """[S] int64, number of each value within its row, from 0."""
+        return torch.arange(len(self.row), device=self.row.device) - self.offsets[self.row]
+
     def to(self, device: torch.device) -> Segments:
         """Return the segments on a device, copied without waiting."""
         return Segments(*(send(part, device) for part in (self.sizes, self.row, self.offsets)))
@@ -53,7 +64,7 @@ class Segments:
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum the values of each row, [S] floating, in their order, to [B]."""
-        return _Sum.apply(values, self.row, self.offsets)
+        return _segment_sum(values, self.offsets)
 
     def mean(self, values: Tensor) -> Tensor:
         """Average the values of each row, [S] to [B]; 0 for a row without values."""
@@ -66,26 +77,13 @@ class Segments:
     def places(self, index: Tensor) -> Tensor:
         """Return the positions of the values of some rows, [n] int64, one row after another."""
         parts = Segments.of(self.sizes[index])
-        start = self.offsets[index] - parts.offsets[:-1]
-        return torch.arange(len(parts.row), device="cpu") + start[parts.row]
-
-
-class _Sum(torch.autograd.Function):
-    """Sums without ``index_add``, whose order varies on CUDA; the gradient is ``_Spread``."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, row: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(row)
-        return _segment_sum(values, offsets)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (row,) = ctx.saved_tensors
-        return grads[0].index_select(0, row), None, None
+        return self.offsets[index][parts.row] + parts.number
 
 
 class _Spread(torch.autograd.Function):
-    """A value of each row for each of its values; the gradient is ``_Sum``."""
+    """A value of each row for each of its values. Its gradient has no ``index_add``, whose order
+    varies on CUDA.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, row: Tensor, offsets: Tensor) -> Tensor:

@@ -256,12 +256,13 @@ class PolicyLoss(LossModule):
             ValueError: an entry has a wrong shape.
         """
         tokens, mask = self.tensor_keys.action, self.tensor_keys.mask
-        for key in self.required_in_keys if required is None else required:
-            if not has(batch, key):
-                raise missing(batch, key)
+        required = self.required_in_keys if required is None else required
         of_scorer = {keys.KEPT, keys.KEPT_LOG_PROBS, keys.TEACHER_STATES}.intersection(self.in_keys)
         names = {*self._values().values(), *of_scorer} - {mask}
-        rows = Rows.read(batch, sorted(names, key=str), tokens, mask)
+        for key in {*required} - {tokens, mask, *names}:
+            if not has(batch, key):
+                raise missing(batch, key)
+        rows = Rows.read(batch, sorted(names, key=str), tokens, mask, required=required)
         totals = {key: batch[0].get(key).reshape(()) for key in _TOTALS if has(batch, key)}
         trajectory = None if totals else trajectories_of(batch)
         return replace(rows, totals=totals, trajectory=trajectory)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from torchrl_grpo import keys
 from torchrl_grpo.checks import Aggregation
-from torchrl_grpo.models.layout import send
-from torchrl_grpo.models.segments import Segments
+from torchrl_grpo.models.segments import Segments, send
 
 
 @dataclass(eq=False)

@@ -19,11 +19,9 @@ from torchrl.data import Composite, Unbounded
 
 from torchrl_grpo import keys
 from torchrl_grpo.envs.specs import RaggedRows
-from torchrl_grpo.errors import MemoryShortError
-from torchrl_grpo.host.out_of_memory import memory_short
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.images import Spans
-from torchrl_grpo.models.loading import base_model_of, shape_of
-from torchrl_grpo.models.memory import forward_memory
+from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.padding import is_of_wrapper, sequences_of
 from torchrl_grpo.models.passes import Pass, make_passes
 from torchrl_grpo.models.rows import Rows
@@ -33,15 +31,6 @@ from torchrl_grpo.transforms.batch import BatchTransform, in_next
 from torchrl_grpo.transforms.ragged import flatten, set_rows
 from torchrl_grpo.weights import load_weights
 from torchrl_grpo.weights.named import NamedTensors
-
-_PURPOSES: dict[NestedKey, str] = {
-    keys.REF_LOG_PROBS: "Scoring with the reference model",
-    keys.TEACHER_LOG_PROBS: "Scoring with the teacher",
-    keys.TEACHER_STATES: "Scoring with the teacher",
-    keys.PROX_LOG_PROBS: "Scoring with the policy as it is before the step (policy.proximal=recomputed)",
-    keys.LOG_PROBS: "Rescoring the sampled responses (inference_model.exact=true)",
-}
-"""Purpose of log-probs by the key they are written to."""
 
 
 class KLScoring(BatchTransform):
@@ -138,9 +127,11 @@ class KLScoring(BatchTransform):
         Raises:
             MemoryShortError: the model's device has no more memory.
         """
-        rows = Rows.of(tokens, mask, images, lengths)
-        if kept is not None:
-            rows = replace(rows, values={keys.KEPT: kept[rows.of_scored.row, rows.number]})
+        real = torch.arange(tokens.shape[1], device=lengths.device) < lengths[:, None]
+        entries = {keys.FULL: tokens, keys.ASSISTANT_MASK: mask, keys.ATTENTION_MASK: real}
+        entries |= {} if kept is None else {keys.KEPT: kept}
+        batch = TensorDict({name: value.cpu() for name, value in entries.items()}, [len(tokens)])
+        rows = replace(Rows.read(batch, (keys.KEPT,)), images=images)
         return rows.padded(self.score(rows), tokens.shape[1]).to(tokens.device)
 
     @torch.no_grad()
@@ -161,7 +152,7 @@ class KLScoring(BatchTransform):
                     with autocast(device, self.autocast_dtype):
                         parts.append(self._pass(each))
                 except torch.OutOfMemoryError as error:
-                    raise self._memory_short(error, each) from error
+                    raise load_extra("explain_scoring_memory")(self, each, error) from error
         out = parts[0].new_zeros(len(rows.scored), *parts[0].shape[1:], device="cpu")
         for each, scores in zip(passes, parts, strict=True):
             if len(each.index):
@@ -177,33 +168,6 @@ class KLScoring(BatchTransform):
         assert each.layout is not None
         return self.scorer.score_rows(each.layout, each.rows.values)["log_prob"].float()
 
-    def _memory_short(self, error: BaseException, each: Pass) -> MemoryShortError:
-        """Return the out-of-memory message of a pass, with the memory that each option would save
-        here.
-        """
-        model, tokens = self.scorer.model, each.tokens
-        of_weights = next(model.parameters()).element_size()
-        of_pass = of_weights if self.autocast_dtype is None else 2
-        weights = sum(parameter.nbytes for parameter in model.parameters())
-        activations = forward_memory(shape_of(model), tokens, of_pass)
-        half = len(each.rows.scored) // 2  # half of the sampled tokens
-        knobs: dict[str, float] = {}
-        if len(each.index) > 1:
-            knobs[f"train.micro_batch_tokens={tokens // 2}"] = activations / 2
-        elif half:
-            knobs[f"inference_model.max_new_tokens={half}"] = activations * half / tokens
-        if of_pass == 4:
-            knobs["train.mixed_precision=bf16"] = activations / 2
-        if self.out_key == keys.LOG_PROBS:
-            knobs["inference_model.exact=false"] = activations
-        elif self.out_key == keys.REF_LOG_PROBS and not hasattr(
-            model, "peft_config"
-        ):  # else it is the trained model
-            knobs["train_model.lora.enabled=true"] = weights
-            knobs["ref_model.dtype=bfloat16"] = weights // 2 if of_weights == 4 else 0
-        what = _PURPOSES.get(self.out_key, "Scoring sequences")
-        return memory_short(error, what, {"weights": weights, "activations": activations}, knobs)
-
     def _score(self, batch: TensorDictBase) -> list[Tensor]:
         """Return the log-probs of each sequence of a flat batch, each as long as its tokens."""
         if self.in_keys[1] == keys.ASSISTANT_MASK and is_of_wrapper(batch):
@@ -216,7 +180,7 @@ class KLScoring(BatchTransform):
 
     def _split(self, rows: Rows, scores: Tensor, width: int | None) -> list[Tensor]:
         """Return the scores [S, ...] of each sequence; ``width`` is the width of a padded batch."""
-        return rows.of_each(scores) if width is None else list(rows.padded(scores, width))
+        return rows.split(scores) if width is None else list(rows.padded(scores, width))
 
     def _score_wrappers(self, batch: TensorDictBase) -> list[Tensor]:
         """Do ``_score`` for a batch of TorchRL's wrappers, which may be padded on either side."""

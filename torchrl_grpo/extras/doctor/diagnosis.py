@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from torchrl_grpo import keys
@@ -23,7 +24,7 @@ def where_not_finite(
     rows: Rows,
     parts: Sequence[Tensor],
     passes: Callable[[Tensor], Any],
-    queries: Sequence[str] | None = None,
+    batch: TensorDictBase,
     *,
     one_by_one: bool = True,
 ) -> str:
@@ -36,11 +37,11 @@ def where_not_finite(
         rows: the sequences, with the entries that the loss reads.
         parts: the passes, as indices of sequences.
         passes: forward and backward pass of some rows, as in the step.
-        queries: names of the rows in the message; by default their numbers.
+        batch: that the sequences are of; its queries name them in the message, or their numbers.
         one_by_one: whether to try samples one at a time; must be False if several ranks have to
             make the same passes.
     """
-    counts = rows.values[keys.LOSS_WEIGHTS] != 0
+    queries, counts = queries_of(batch), rows.values[keys.LOSS_WEIGHTS] != 0
     for key, value in rows.values.items():
         finite = value.isfinite().reshape(len(value), -1).all(-1)
         wrong = rows.of_scored.row[~finite & counts].unique().tolist()
@@ -134,7 +135,7 @@ def _named(rows: Sequence[int], queries: Sequence[str] | None) -> str:
     return f"{len(rows)} samples ({', '.join(names[:_MOST])}{more})"
 
 
-def queries_of(batch: Any) -> list[str] | None:
+def queries_of(batch: TensorDictBase) -> list[str] | None:
     """Return the queries of a batch's sequences and then of its demonstrations; None if it has no
     queries.
     """
@@ -145,7 +146,7 @@ def queries_of(batch: Any) -> list[str] | None:
     return [row[keys.QUERY] for row in [*rows, *(rows[number] for number in demonstrations)]]
 
 
-def why_no_token(batch: Any) -> str:
+def why_no_token(batch: TensorDictBase) -> str:
     """Return why no token of a batch counts and, if the scorer failed, its first error."""
     if not has(batch, keys.REWARD_VALID) or pad(batch, keys.REWARD_VALID, False).any():
         return (

@@ -1,0 +1,111 @@
+"""What a pass that ran out of memory holds, and what each option would save."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tensordict import NestedKey
+
+from torchrl_grpo import keys
+from torchrl_grpo.errors import MemoryShortError
+from torchrl_grpo.host.out_of_memory import memory_short
+from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.models.loading import shape_of
+from torchrl_grpo.models.memory import Shape, StepSetup, step_memory
+from torchrl_grpo.models.passes import Pass
+from torchrl_grpo.transforms.kl_scoring import KLScoring
+
+_LORA_RANK = 16
+"""Rank of adapters if ``train_model.lora.r`` is not set."""
+_PURPOSES: dict[NestedKey, str] = {
+    keys.REF_LOG_PROBS: "Scoring with the reference model",
+    keys.TEACHER_LOG_PROBS: "Scoring with the teacher",
+    keys.TEACHER_STATES: "Scoring with the teacher",
+    keys.PROX_LOG_PROBS: "Scoring with the policy as it is before the step (policy.proximal=recomputed)",
+    keys.LOG_PROBS: "Rescoring the sampled responses (inference_model.exact=true)",
+}
+"""Purpose of log-probs by the key they are written to."""
+
+
+def explain_step_memory(trainer: GRPOTrainer, error: BaseException) -> MemoryShortError:
+    """Return the error of a training step that ran out of memory."""
+    shape, setup = shape_of(trainer.model), trainer.setup()
+    holds = step_memory(shape, setup).parts()
+    return memory_short(error, "The training step", holds, savings(shape, setup))
+
+
+def explain_scoring_memory(
+    scoring: KLScoring, each: Pass, error: BaseException
+) -> MemoryShortError:
+    """Return the error of a scoring pass that ran out of memory."""
+    model, tokens = scoring.scorer.model, each.tokens
+    of_weights = next(model.parameters()).element_size()
+    of_pass = of_weights if scoring.autocast_dtype is None else 2
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    activations = forward_memory(shape_of(model), tokens, of_pass)
+    half = len(each.rows.scored) // 2  # half of the sampled tokens
+    knobs: dict[str, float] = {}
+    if len(each.index) > 1:
+        knobs[f"train.micro_batch_tokens={tokens // 2}"] = activations / 2
+    elif half:
+        knobs[f"inference_model.max_new_tokens={half}"] = activations * half / tokens
+    if of_pass == 4:
+        knobs["train.mixed_precision=bf16"] = activations / 2
+    is_trained = hasattr(model, "peft_config")
+    if scoring.out_key == keys.LOG_PROBS:
+        knobs["inference_model.exact=false"] = activations
+    elif scoring.out_key == keys.REF_LOG_PROBS and not is_trained:
+        knobs["train_model.lora.enabled=true"] = weights
+        knobs["ref_model.dtype=bfloat16"] = weights // 2 if of_weights == 4 else 0
+    what = _PURPOSES.get(scoring.out_key, "Scoring sequences")
+    return memory_short(error, what, {"weights": weights, "activations": activations}, knobs)
+
+
+def forward_memory(shape: Shape, tokens: int, number: int) -> int:
+    """Return the bytes of activations of a forward-only pass: three times a layer's gates, its
+    input and its output.
+
+    Args:
+        shape: shape of the model.
+        tokens: number of tokens in the pass.
+        number: bytes per activation.
+    """
+    return tokens * number * (3 * shape.inner + 2 * shape.hidden)
+
+
+def savings(shape: Shape, setup: StepSetup) -> dict[str, int]:
+    """Return the bytes that each unused setting would save at a rank's peak; negative if it would
+    cost memory.
+
+    Args:
+        shape: as in ``step_memory``.
+        setup: current setup of the step.
+    """
+    half, single, ranks = setup.tokens // 2, setup.passes == 1, 2 * setup.ranks
+    knobs: dict[str, dict[str, Any]] = {}
+    if setup.sequences > 1:
+        knobs[f"train.micro_batch_tokens={half}"] = {"tokens": half, "passes": 2 * setup.passes}
+    if not setup.checkpoints:
+        knobs["train_model.gradient_checkpointing=true"] = {"checkpoints": True}
+    if setup.number == 4:
+        knobs["train.mixed_precision=bf16"] = {"number": 2}
+    if not setup.adapters:
+        lora = {"adapters": _LORA_RANK, "trains_vision": False}
+        knobs["train_model.lora.enabled=true"] = lora
+    if setup.trains_vision:  # on one device
+        knobs["train_model.train_vision=false"] = {"trains_vision": False}
+    else:
+        tokens = half if single and setup.sequences > 1 else setup.tokens
+        knobs[f"train_model.num_devices={ranks}"] = {"tokens": tokens, "ranks": ranks}
+    if setup.replicas > 1:
+        knobs["train_model.replicas=1"] = {"replicas": 1}
+    if not (setup.small_states or setup.offloads):  # these exclude each other
+        knobs["optimizer.name=adamw_8bit"] = {"small_states": True}
+        if not setup.images:
+            knobs["train_model.cpu_offload=true"] = {"offloads": True}
+    now = step_memory(shape, setup).peak
+    return {
+        name: now - step_memory(shape, replace(setup, **changes)).peak
+        for name, changes in knobs.items()
+    }

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,29 @@ def test_the_check_sees_lazy_and_dynamic_imports(
     path: str, source: str, broken: str | None
 ) -> None:
     assert broken_rules(path, source) == ([broken] if broken else [])
+
+
+def imported_modules(module: str) -> set[str]:
+    """Return the package's modules that a module imports, also inside functions."""
+    path = PACKAGE.parent.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    names = set[str]()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= inner & {*MODULES} or {node.module}
+    return names & {*MODULES}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {module: imported_modules(module) for module in MODULES}
+    assert sum(map(len, graph.values())) > 1000
+    order = [*TopologicalSorter(graph).static_order()]
+    assert order.index("torchrl_grpo.errors") < order.index("torchrl_grpo.loop")
+    with pytest.raises(CycleError, match=r"loop.*errors|errors.*loop"):
+        [*TopologicalSorter(graph | {"torchrl_grpo.errors": {"torchrl_grpo.loop"}}).static_order()]
 
 
 # Simulates that an optional package is not installed: the path finder does not see it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
@@ -91,3 +93,38 @@ def padded(mask: Tensor, values: Tensor) -> Tensor:
 
 def total(out: TensorDict) -> Tensor:
     return sum(value for name, value in out.items() if name.startswith("loss_"))
+
+
+Token = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of a token's ratio, log-prob and advantage: its objective, which is to be maximized."""
+
+
+def clip(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> Token:
+    def objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        clipped = ratio
+        if ratio < 1 - low:
+            clipped = torch.tensor(1 - low, dtype=torch.float64)
+        if ratio > 1 + high:
+            clipped = torch.tensor(1 + high, dtype=torch.float64)
+        a, b = ratio * advantage, clipped * advantage
+        value = a if a <= b else b
+        if dual is not None and advantage < 0 and value < dual * advantage:
+            value = dual * advantage
+        return value
+
+    return objective
+
+
+def cispo(low: float, high: float) -> Token:
+    def objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        return min(max(ratio.item(), 1 - low), 1 + high) * advantage * log_prob
+
+    return objective
+
+
+def sapo(positive: float = 1.0, negative: float = 1.05) -> Token:
+    def objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        tau = positive if advantage > 0 else negative
+        return 4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
+
+    return objective

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrl.modules.llm import TransformersWrapper
 
 from tests.support.configs import ROOT, SMALL, compose_config
-from tests.support.losses import Table, make_batch, tokens_of, total
+from tests.support.losses import Table, Token, cispo, clip, make_batch, sapo, tokens_of, total
 from torchrl_grpo import functional as F
 from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
 from torchrl_grpo.assembly.prepare import prepare
@@ -32,41 +32,6 @@ from torchrl_grpo.objectives import (
     SAPOLoss,
 )
 from torchrl_grpo.objectives.output import accumulate
-
-Token = Callable[
-    [Tensor, Tensor, Tensor], Tensor
-]  # (ratio, log-prob, advantage) -> objective of a token
-
-
-def clip(low: float, high: float, dual: float | None = None) -> Token:
-    def objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        clipped = ratio
-        if ratio < 1 - low:
-            clipped = torch.tensor(1 - low, dtype=torch.float64)
-        if ratio > 1 + high:
-            clipped = torch.tensor(1 + high, dtype=torch.float64)
-        a, b = ratio * advantage, clipped * advantage
-        value = a if a <= b else b
-        if dual is not None and advantage < 0 and value < dual * advantage:
-            value = dual * advantage
-        return value
-
-    return objective
-
-
-def cispo(low: float, high: float) -> Token:
-    def objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        return min(max(ratio.item(), 1 - low), 1 + high) * advantage * log_prob
-
-    return objective
-
-
-def sapo(positive: float, negative: float) -> Token:
-    def objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        tau = positive if advantage > 0 else negative
-        return 4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
-
-    return objective
 
 
 def plain_loop(

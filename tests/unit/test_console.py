@@ -37,6 +37,11 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.fixture
+def file() -> io.StringIO:
+    return io.StringIO()
+
+
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
@@ -50,8 +55,7 @@ def run(console: Console, steps: int) -> None:
         console.step(step, METRICS, 8 * step, 8 * steps)
 
 
-def test_pipe_gets_one_line_at_the_first_step_every_tenth_and_the_last() -> None:
-    file = io.StringIO()
+def test_pipe_gets_one_line_at_the_first_step_every_tenth_and_the_last(file: io.StringIO) -> None:
     with Console(file=file, every=10) as console:
         run(console, 23)
     lines = file.getvalue().splitlines()
@@ -60,8 +64,7 @@ def test_pipe_gets_one_line_at_the_first_step_every_tenth_and_the_last() -> None
     assert lines[1].startswith(f"step 10: 80/184 sequences, {numbers}, ")
 
 
-def test_a_step_shows_the_share_of_invalid_rewards_beside_the_accuracy() -> None:
-    file = io.StringIO()
+def test_a_step_shows_the_share_of_invalid_rewards_beside_the_accuracy(file: io.StringIO) -> None:
     few = {
         "rollout/accuracy": 1.0,
         "rollout/invalid": 15.0,
@@ -75,8 +78,7 @@ def test_a_step_shows_the_share_of_invalid_rewards_beside_the_accuracy() -> None
     assert "accuracy - (100.0% invalid), entropy 0.5, " in file.getvalue()
 
 
-def test_a_step_of_distillation_shows_how_far_the_teacher_is() -> None:
-    file = io.StringIO()
+def test_a_step_of_distillation_shows_how_far_the_teacher_is(file: io.StringIO) -> None:
     with Console(file=file, every=1) as console:
         console.step(1, METRICS | {"train/kl_k1_to_teacher": 0.25}, 8, 16)
         console.step(2, METRICS | {"train/divergence_to_teacher": 0.5}, 16, 16)
@@ -84,8 +86,7 @@ def test_a_step_of_distillation_shows_how_far_the_teacher_is() -> None:
     assert ", KL to teacher 0.25, " in first and ", divergence to teacher 0.5, " in second
 
 
-def test_an_evaluation_alone_ends_with_its_accuracy() -> None:
-    file = io.StringIO()
+def test_an_evaluation_alone_ends_with_its_accuracy(file: io.StringIO) -> None:
     alone = {"accuracy_before": 0.3, "before_text": "30.0%", "after_step": None, "after_text": None}
     print_summary(Console(file=file), alone | {"steps": 0, "wall_s": 75.0}, {})
     assert file.getvalue().splitlines() == ["", "test accuracy (greedy) 30.0%", "1:15 wall time"]
@@ -117,16 +118,14 @@ def test_slow_work_before_the_first_step_is_announced(
     assert lines == [message]
 
 
-def test_a_resumed_run_whose_last_step_is_done_says_so() -> None:
-    file = io.StringIO()
+def test_a_resumed_run_whose_last_step_is_done_says_so(file: io.StringIO) -> None:
     Console(file=file, width=200).resume(20, "old/checkpoint_000020", finished=True)
     assert file.getvalue().endswith(
         "000020, the last step: raise train.total_dialog_turns to train longer\n"
     )
 
 
-def test_a_step_of_demonstrations_shows_the_loss_and_no_reward() -> None:
-    file = io.StringIO()
+def test_a_step_of_demonstrations_shows_the_loss_and_no_reward(file: io.StringIO) -> None:
     with Console(file=file) as console:
         console.step(1, {"train/loss": 0.25}, 8, 8)
     assert file.getvalue().startswith("step 1: 8/8 sequences, loss 0.25, ")
@@ -144,8 +143,7 @@ def test_pipe_gets_log_lines_without_colors(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
-def test_pipe_gets_no_control_characters() -> None:
-    file = io.StringIO()
+def test_pipe_gets_no_control_characters(file: io.StringIO) -> None:
     with Console(file=file) as console:
         console.table(
             "Device plan",
@@ -172,8 +170,7 @@ def test_pipe_gets_no_control_characters() -> None:
     assert "a\\x1b[31mb" in file.getvalue() and "\\r\\x07\\u202e" in file.getvalue()
 
 
-def test_markup_in_model_text_and_paths_is_shown_as_it_is() -> None:
-    file = io.StringIO()
+def test_markup_in_model_text_and_paths_is_shown_as_it_is(file: io.StringIO) -> None:
     with Console(file=file, width=120) as console:
         console.samples(
             1,
@@ -191,8 +188,7 @@ def test_markup_in_model_text_and_paths_is_shown_as_it_is() -> None:
     assert "out[bold]/report.html" in file.getvalue()
 
 
-def test_turns_of_a_dialog_stand_on_lines_of_their_own() -> None:
-    file = io.StringIO()
+def test_turns_of_a_dialog_stand_on_lines_of_their_own(file: io.StringIO) -> None:
     dialog = "#### 5\n[user] That is wrong.\n\n \n#### 6\x1b[2J"
     with Console(file=file, width=120) as console:
         console.samples(1, [{"query": "1+5=?", "response": dialog, "reward": 1.0, "correct": True}])
@@ -216,8 +212,7 @@ def test_ascii_stream_gets_escapes_instead_of_an_error() -> None:
     )
 
 
-def test_plan_gives_counts_and_bytes_their_units() -> None:
-    file = io.StringIO()
+def test_plan_gives_counts_and_bytes_their_units(file: io.StringIO) -> None:
     rows = [
         {
             "role": "train",
@@ -233,16 +228,14 @@ def test_plan_gives_counts_and_bytes_their_units() -> None:
     assert ["inference", "cpu", "912", "k", "-"] in words
 
 
-def test_geometry_prints_counts_in_full() -> None:
-    file = io.StringIO()
+def test_geometry_prints_counts_in_full(file: io.StringIO) -> None:
     Console(file=file).table(
         "Batch geometry", [{"what": "sequences", "per step": 64, "whole run": 12800}]
     )
     assert ["sequences", "64", "12,800"] in [line.split() for line in file.getvalue().splitlines()]
 
 
-def test_evaluation_prints_numbers_with_units_and_a_dash_for_none() -> None:
-    file = io.StringIO()
+def test_evaluation_prints_numbers_with_units_and_a_dash_for_none(file: io.StringIO) -> None:
     metrics = {
         "pass@1": 0.8125,
         "invalid_fraction": 0.125,
@@ -263,8 +256,7 @@ def test_evaluation_prints_numbers_with_units_and_a_dash_for_none() -> None:
     assert file.getvalue() == f"test after step 40: {shares}, {numbers}\n"
 
 
-def test_an_evaluation_without_invalid_rewards_fits_into_100_columns() -> None:
-    file = io.StringIO()
+def test_an_evaluation_without_invalid_rewards_fits_into_100_columns(file: io.StringIO) -> None:
     metrics = {
         "pass@1": 1.0,
         "invalid_fraction": 0.0,
@@ -277,8 +269,7 @@ def test_an_evaluation_without_invalid_rewards_fits_into_100_columns() -> None:
     assert len(file.getvalue().rstrip("\n")) <= 100 and "invalid" not in file.getvalue()
 
 
-def test_finish_prints_before_and_after_and_every_path_in_one_piece() -> None:
-    file = io.StringIO()
+def test_finish_prints_before_and_after_and_every_path_in_one_piece(file: io.StringIO) -> None:
     summary = TESTED | {"steps": 200, "sequences": 12800, "wall_s": 147.3}
     path = "outputs/" + "x" * 100 + "/report.html"
     summary |= {"restarts": 2, "groups_resampled": 5, "tokens": 0, "trained_tokens_per_s": 1234.4}
@@ -293,8 +284,7 @@ def test_finish_prints_before_and_after_and_every_path_in_one_piece() -> None:
     ]
 
 
-def test_finish_counts_from_where_a_run_in_a_new_folder_went_on() -> None:
-    file = io.StringIO()
+def test_finish_counts_from_where_a_run_in_a_new_folder_went_on(file: io.StringIO) -> None:
     print_summary(Console(file=file), {"steps": 90, "first_step": 81, "sequences": 1280}, {})
     assert file.getvalue().splitlines()[-1] == "steps 81 to 90, 1,280 sequences"
 
@@ -371,8 +361,7 @@ def test_duration_counts_hours_only_when_there_are_any() -> None:
     ]
 
 
-def test_a_prompt_is_shown_as_the_model_gets_it_with_counts() -> None:
-    file = io.StringIO()
+def test_a_prompt_is_shown_as_the_model_gets_it_with_counts(file: io.StringIO) -> None:
     Console(file=file, width=40).problems(4096, 14, f"<|user|>[b]1+1?[/b]\x1b[2J<|end|>{'x' * 900}")
     first, second = file.getvalue().splitlines()
     assert (

@@ -17,7 +17,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from tests.support.configs import compose_config
-from tests.support.losses import total
+from tests.support.losses import Token, clip, sapo, total
 from tests.support.models import make_tiny_model
 from tests.support.peer_configs import TORCHRL
 from torchrl_grpo import keys
@@ -173,30 +173,8 @@ def test_the_first_objective_is_that_of_torchrl(tmp_path: Path) -> None:
     )
 
 
-Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of a token's ratio, log-prob and advantage, to be maximized."""
-
-
-def clip(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> Objective:
-    def objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        value = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-        return (
-            torch.maximum(value, dual * advantage) if dual is not None and advantage < 0 else value
-        )
-
-    return objective
-
-
-def weighted(low: float, high: float) -> Objective:
+def weighted(low: float, high: float) -> Token:
     return lambda ratio, log_prob, advantage: ratio.detach().clamp(low, high) * advantage * log_prob
-
-
-def gate(positive: float = 1.0, negative: float = 1.05) -> Objective:
-    def objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        tau = positive if advantage > 0 else negative
-        return 4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
-
-    return objective
 
 
 def by_tokens(rows: list[list[Tensor]]) -> Tensor:
@@ -247,7 +225,7 @@ def ragged(seed: int) -> TensorDict:
 def loop(
     current: Tensor,
     batch: TensorDict,
-    objective: Objective,
+    objective: Token,
     average: Callable[[list[list[Tensor]]], Tensor],
     level: str = "token",
     weight: Callable[[Tensor], Tensor] | None = None,
@@ -322,12 +300,12 @@ CASES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
         trl_file(loss_type="luspo", importance_sampling_level="sequence"), (clip(), by_sums), {"level": "sequence"},
     ),
     "trl_cispo.json": (trl_file(loss_type="cispo", epsilon_high=5.0, delta=2.0), (weighted(0.0, 5.0), by_tokens), {}),
-    "trl_sapo.json": (trl_file(loss_type="sapo", delta=2.0), (gate(), by_sequences), {}),
+    "trl_sapo.json": (trl_file(loss_type="sapo", delta=2.0), (sapo(), by_sequences), {}),
     "verl_vanilla.sh": (verl_script(clip_ratio_high=0.28), (clip(0.2, 0.28, 3.0), by_tokens), {}),
     "verl_gspo.sh": (
         verl_script(**{MODE: "gspo"}, loss_agg_mode="token-mean"), (clip(), by_sequences), {"level": "sequence_token"},
     ),
-    "verl_sapo.sh": (verl_script(loss_agg_mode="seq-mean-token-sum", **{MODE: "sapo"}), (gate(), by_sequences), {}),
+    "verl_sapo.sh": (verl_script(loss_agg_mode="seq-mean-token-sum", **{MODE: "sapo"}), (sapo(), by_sequences), {}),
     "verl_cispo.sh": (verl_script(**{MODE: "cispo"}, clip_ratio_high=0.28), (weighted(0.8, 1.28), by_tokens), {}),
     "verl_cispo_wide.sh": (
         verl_script(**{MODE: "cispo"}, clip_ratio_low=10, clip_ratio_high=4.0), (weighted(0.0, 5.0), by_tokens), {},
@@ -339,7 +317,7 @@ CASES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
         verl_script(clip_ratio_c=10.0) + IS, (clip(dual=10.0), by_tokens), {"weight": truncated(2.0)},
     ),
     "verl_sapo_rollout_is.sh": (
-        verl_script(**{MODE: "sapo"}) + IS, (gate(), by_sequences), {"weight": truncated(2.0)},
+        verl_script(**{MODE: "sapo"}) + IS, (sapo(), by_sequences), {"weight": truncated(2.0)},
     ),
     "areal_decoupled.json": (areal_file(use_decoupled_loss=True), (clip(), by_tokens), {}),
     "areal_mask.json": (
@@ -351,7 +329,7 @@ CASES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
         (clip(dual=3.0), by_tokens), {"weight": truncated(5.0)},
     ),
     "areal_sapo.json": (
-        areal_file(use_sapo_loss=True, recompute_logprob=True, c_clip=3.0), (gate(), by_tokens), {},
+        areal_file(use_sapo_loss=True, recompute_logprob=True, c_clip=3.0), (sapo(), by_tokens), {},
     ),
 }  # fmt: skip
 """File, its objective and average, and further arguments of ``loop``."""

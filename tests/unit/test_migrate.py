@@ -797,7 +797,7 @@ REFUSED = {
     "openrlhf.sh": ("python3 -m openrlhf.cli.train_ppo_ray --pretrain m --n_samples_per_prompt 8",
                     "one of OpenRLHF, which is not supported: see docs/migrate.md"),
     "nemo.yaml": ("{grpo: {num_prompts_per_step: 32}, policy: {model_name: m}}", "one of NeMo-RL, which is not"),
-    "skyrl.sh": ("uv run -m skyrl_train.entrypoints.main_base trainer.policy.model.path=m", "one of SkyRL, which is not"),
+    "skyrl.sh": ("uv run -m skyrl_train.entrypoints.main_base trainer.policy.model.path=m", "one of SkyRL, which"),
     "slime.sh": ("python3 train.py --actor-num-gpus-per-node 8 --rollout-batch-size 32", "one of slime, which is not"),
     "verl_ppo.sh": ("python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=gae",
                     "algorithm.adv_estimator=gae it is PPO with a critic"),

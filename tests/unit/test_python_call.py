@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -401,6 +402,28 @@ def test_a_run_outside_the_main_thread(train: Callable[..., torchrl_grpo.Result]
 
     with ThreadPoolExecutor(1) as pool:
         assert len(pool.submit(train).result().metrics) == 3
+
+
+def test_what_cannot_travel_is_refused_if_it_must(
+    train: Callable[..., torchrl_grpo.Result],
+) -> None:
+    lock = threading.Lock()
+
+    def judge(response: str) -> float:
+        with lock:
+            return 1.0
+
+    with pytest.raises(ConfigError, match=r":judge.*my_file\.py:judge"):
+        train(reward=judge, overrides={"env.reward_workers": 1})
+
+
+def test_a_class_of_a_function_is_a_loss(train: Callable[..., torchrl_grpo.Result]) -> None:
+    class Local(Squared):
+        pass
+
+    before = Squared.calls
+    train(loss=Local, overrides={"train.total_steps": 1})
+    assert Squared.calls > before
 
 
 def test_evaluate_trains_nothing(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from torchrl_grpo.learner.resume import Resume
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.memory import Shape
 from torchrl_grpo.reward_pool import RewardPool
-from torchrl_grpo.rewards.functions import OBJECTS
+from torchrl_grpo.rewards.functions import OBJECTS, check_objects
 from torchrl_grpo.runtime.placement import DevicePlan
 from torchrl_grpo.tasks.base import Split, Task
 
@@ -249,7 +249,10 @@ class Context:
         """The reward workers; None if the environments score in their own process."""
         env = self.config.env
         workers = env.reward_workers or (1 if env.tools or self.task.is_stateful else 0)
-        return RewardPool(self.task, workers, timeout_s=env.reward_timeout_s) if workers else None
+        if not workers:
+            return None
+        check_objects()
+        return RewardPool(self.task, workers, timeout_s=env.reward_timeout_s)
 
     def make_env(self, **settings: Any) -> LLMEnv:
         """Make an environment of the task; for ``settings`` see ``LLMEnv``."""

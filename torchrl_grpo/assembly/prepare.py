@@ -31,6 +31,7 @@ from torchrl_grpo.learner.resume import Resume, check_length, refusing
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.memory import Shape
 from torchrl_grpo.reporting.trackers import check_logging
+from torchrl_grpo.rewards.functions import check_objects
 from torchrl_grpo.runtime.placement import (
     DevicePlan,
     available_accelerators,
@@ -84,6 +85,8 @@ def prepare(
         )
         if task is not None:
             context.task = task
+        if context.distributed:
+            check_objects()
         context.make("task", "model")
         model = context.model
         if exact_context(model.config) is not None:

@@ -33,6 +33,9 @@ def make_component(
     Raises:
         ConfigError: the class does not exist, or does not accept the arguments.
     """
+    target = node.get("_target_")
+    if isinstance(target, type):  # Hydra would import it by its name
+        node = {**node, "_target_": "builtins.dict"}
     try:
         factory = instantiate({**node, "_partial_": True}, _convert_="all")
     except Exception as error:  # importing the user's module may raise anything
@@ -41,6 +44,8 @@ def make_component(
             f"({error.__cause__ or error}): use {base.__module__}.{base.__name__}, or "
             "a class of yours, as path/to/file.py:Class."
         ) from error
+    if isinstance(target, type):
+        factory = partial(target, **factory.keywords)
     is_class = isinstance(factory, partial) and isinstance(factory.func, type)
     is_part = is_class and part is not None and issubclass(factory.func, part[1])
     if not is_part and not (is_class and issubclass(factory.func, base)):

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cloudpickle
+
 from torchrl_grpo.checks import did_you_mean
 from torchrl_grpo.rewards import BUILTINS
 
@@ -50,6 +52,23 @@ def load_function(
     True
     """
     return _load(builtins.get(name, name), name, field, builtins, "function")
+
+
+def check_objects() -> None:
+    """Check that the objects of a call can be copied to other processes.
+
+    Raises:
+        ValueError: one cannot.
+    """
+    for name, value in OBJECTS.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception as error:
+            raise ValueError(
+                f"{name} must be an object of which other processes get a copy, but it cannot be "
+                f"pickled ({error}): define it in a file, and use the name, such as "
+                f"my_file.py:{name.rpartition(':')[2]}."
+            ) from error
 
 
 def load_class(name: str, field: str) -> Callable[..., Any]:

@@ -75,12 +75,12 @@ test-newest:  ## run the same tests with the newest packages of the index, beyon
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	$(NEWEST)/bin/python -m pytest $(FAST) $(PYTEST_ARGS)
 
-# pip always takes the newest versions, so uv chooses. The extras are those of the dependency group dev.
+# pip always takes the newest versions, so uv chooses. The extras are those of the dependency group dev and other loggers.
 test-lowest:  ## run the same tests with the lowest versions that pyproject.toml allows
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --disable-pip-version-check uv==0.13.9
 	$(LOWEST)/bin/uv pip install --python $(LOWEST)/bin/python --resolution lowest-direct --group dev -r pyproject.toml -e . \
-	  --extra $$(sed -n 's/^ *"torchrl_grpo\[\(.*\)\]",$$/\1/p' pyproject.toml | sed 's/,/ --extra /g')
+	  --extra mlflow --extra trackio --extra $$(sed -n 's/^ *"torchrl_grpo\[\(.*\)\]",$$/\1/p' pyproject.toml | sed 's/,/ --extra /g')
 	$(LOWEST)/bin/python -m pytest $(FAST) $(PYTEST_ARGS)
 
 # Not in `make test`: it takes longer than all of it. PAIRS_ARGS="--local" leaves out the runs that need Ray.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torchrl import torchrl_logger
 
 from tests.support.configs import compose_config
 from torchrl_grpo.config import GRPOConfig
@@ -120,9 +121,10 @@ def test_without_tensorboard_a_run_says_so_and_logs_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda package: None)
+    monkeypatch.setattr(torchrl_logger, "propagate", True)
     with caplog.at_level("INFO"), MetricsLogger(tmp_path, config={}) as logger:
         logger.log(1, {"train/loss": 0.5})
-    [line] = [record.message for record in caplog.records]
+    [line] = {record.message for record in caplog.records}
     assert "logging.tensorboard" in line and "torchrl_grpo[report]" in line
     assert not (tmp_path / "tensorboard").exists()
     assert "0.5" in (tmp_path / "metrics.jsonl").read_text()

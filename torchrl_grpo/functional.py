@@ -57,19 +57,6 @@ def rounds_logits(hidden: Tensor) -> bool:
     )
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of ``values`` where ``mask`` is True; 0 if the mask is empty.
-
-    Args:
-        values: any shape, floating.
-        mask: bool, the same shape. Values outside it may be anything, including NaN.
-
-    Returns:
-        scalar tensor.
-    """
-    return torch.where(mask, values, 0).sum() / mask.sum().clamp(min=1)
-
-
 def group_advantage(
     reward: Tensor,
     group: Tensor,

@@ -18,16 +18,6 @@ from torchrl_grpo.objectives.tokens import token_weights
 rewards = st.floats(-100, 100, allow_nan=False, width=32)
 
 
-def test_masked_mean_ignores_what_is_outside_the_mask_nan_included() -> None:
-    values = torch.tensor([1.0, 3.0, math.nan, 100.0])
-    mask = torch.tensor([True, True, False, False])
-    assert F.masked_mean(values, mask).item() == 2.0
-
-
-def test_masked_mean_of_nothing_is_zero() -> None:
-    assert F.masked_mean(torch.ones(3), torch.zeros(3, dtype=torch.bool)).item() == 0.0
-
-
 def test_equal_rewards_give_nothing_to_a_scale_of_their_group() -> None:
     """Without a baseline the advantages are not 0, and 1 / (0 + eps) would be a million."""
     reward, group = torch.tensor([1.0, 1.0, 0.0, 2.0]), torch.tensor([0, 0, 1, 1])

@@ -28,6 +28,15 @@ from torchrl_grpo.extras.migrate.readers import read
 from torchrl_grpo.extras.migrate.tables import SET_ME
 from torchrl_grpo.extras.migrate.translation import translate
 from torchrl_grpo.models import TokenScorer
+from torchrl_grpo.objectives import (
+    CISPOLoss,
+    ClipCovLoss,
+    DemonstrationLoss,
+    GMPOLoss,
+    GRPOLoss,
+    KLCovLoss,
+    SAPOLoss,
+)
 from torchrl_grpo.starter import starter_path
 
 PROMPT, RESPONSE, SIZE, GROUP = 5, 7, 8, 4
@@ -143,6 +152,70 @@ def test_the_first_loss_is_that_of_trl(settings: dict[str, Any], tmp_path: Path)
     theirs = trainer.compute_loss(trainer.model, inputs)
     torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradient(loss, model), gradient(theirs, other), rtol=1e-4, atol=1e-6)
+
+
+class VerlConfig(dict[str, Any]):
+    """verl's settings of an actor, by attribute and by key."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return VerlConfig(self[name]) if isinstance(self[name], dict) else self[name]
+
+
+VERL = {
+    "clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.25, "clip_ratio_c": 1e9, "tau_pos": 1.0,
+    "tau_neg": 1.05, "global_batch_info": {},
+    "policy_loss": {
+        "clip_cov_ratio": 1.0, "clip_cov_lb": 0.2, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.3, "ppo_kl_coef": 0.7
+    },
+}  # fmt: skip
+CLIP = {"clip_epsilon": (0.2, 0.25)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "kind", "settings", "average"),
+    [
+        ("vanilla", GRPOLoss, CLIP, "token-mean"),
+        ("vanilla", GRPOLoss, CLIP, "seq-mean-token-mean"),
+        ("gspo", GRPOLoss, {**CLIP, "ratio_level": "sequence_token"}, "seq-mean-token-mean"),
+        ("cispo", CISPOLoss, CLIP, "token-mean"),
+        ("sapo", SAPOLoss, {}, "seq-mean-token-mean"),
+        ("geo_mean", GMPOLoss, CLIP, "seq-mean-token-mean"),
+        ("gpg", DemonstrationLoss, {}, "token-mean"),
+        ("kl_cov", KLCovLoss, {"covariance_share": 0.3, "penalty": 0.7}, "token-mean"),
+        (
+            "clip_cov", ClipCovLoss, {**CLIP, "covariance_share": 1.0, "covariance_low": 0.2}, "token-mean"
+        ),
+    ],
+)  # fmt: skip
+def test_the_losses_are_those_of_verl(
+    mode: str, kind: Any, settings: Any, average: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    # Some of verl's versions import a class that transformers 5 has renamed.
+    vision = transformers.AutoModelForImageTextToText
+    monkeypatch.setattr(transformers, "AutoModelForVision2Seq", vision, raising=False)
+    verl = pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)
+    monkeypatch.setattr(verl, "ActorConfig", VerlConfig, raising=False)
+    for seed in range(5):
+        batch = ragged(seed)
+        sampled, current = batch[keys.LOG_PROBS], batch["current"]
+        if "cov" in mode:  # either policy's log-probs select the same tokens, and none is clipped
+            sampled = batch[keys.LOG_PROBS] = current + 0.1
+        actor = LogProbs(current)
+        names = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
+        loss = total(kind(actor, aggregation=names[average], **settings)(batch))
+        loss.backward()
+        log_prob, mask = current.clone().requires_grad_(), batch[keys.ASSISTANT_MASK].double()
+        theirs, *_ = verl.POLICY_LOSS_REGISTRY[mode](
+            old_log_prob=sampled, log_prob=log_prob, advantages=batch[keys.ADVANTAGE] * mask,
+            response_mask=mask, loss_agg_mode=average, config=VerlConfig(VERL), rollout_is_weights=None,
+        )  # fmt: skip
+        theirs.backward()
+        torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(actor.values.grad, log_prob.grad, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow

@@ -66,19 +66,6 @@ def filled(mask: Tensor, data: Any, inside: Any = small, outside: Any = junk) ->
 # Reductions
 
 
-@pytest.mark.slow
-@given(masks(), st.data())
-def test_masked_mean_ignores_order_and_what_is_outside_the_mask(mask: Tensor, data: Any) -> None:
-    values = filled(mask, data)
-    inside = values[mask].tolist()
-    expected = math.fsum(inside) / len(inside)
-    order = torch.tensor(data.draw(st.permutations(range(mask.numel()))))
-    assert F.masked_mean(values, mask).item() == pytest.approx(expected, abs=1e-12)
-    assert F.masked_mean(values.flatten()[order], mask.flatten()[order]).item() == pytest.approx(
-        expected, abs=1e-12
-    )
-
-
 @given(masks(), st.integers(1, 9))
 def test_token_weights_add_up(mask: Tensor, length: int) -> None:
     """The sum is 1 for a mean over sequences or tokens, and the number of tokens over the constant

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
-from torchrl_grpo.functional import masked_mean
 from torchrl_grpo.images import PLACEHOLDER, Prompt, Spans, prompt_text
 from torchrl_grpo.models.padding import (
     has,
@@ -251,7 +250,8 @@ def _sample(row: TensorDictBase, split: str, end: TensorDictBase) -> dict[str, A
     }
     advantage = values["advantage"]
     if advantage is not None and advantage.numel() > 1:  # one per token
-        values["advantage"] = masked_mean(advantage.reshape(-1), row[keys.ASSISTANT_MASK])
+        sampled = advantage.reshape(-1)[row[keys.ASSISTANT_MASK]]
+        values["advantage"] = sampled.sum() / max(1, len(sampled))
     entry |= {name: value.item() for name, value in values.items() if value is not None}
     named = {"parts": keys.REWARD_PARTS, "dataset": keys.DATASET, "error": keys.REWARD_ERROR}
     labels = {name: row.get(key, None) for name, key in named.items()}

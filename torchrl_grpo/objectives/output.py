@@ -29,10 +29,10 @@ _OPTIONAL = {
 def accumulate(totals: dict[str, Tensor], out: Mapping[str, Tensor]) -> None:
     """Add the outputs of a micro-batch to ``totals``, in place."""
     for name, value in out.items():
-        if name == LARGEST_RATIO and name in totals:
-            totals[name] = torch.maximum(totals[name], value)
-        else:
-            totals[name] = totals[name] + value if name in totals else value
+        if name in totals:
+            before = totals[name]
+            value = torch.maximum(before, value) if name == LARGEST_RATIO else before + value
+        totals[name] = value
 
 
 class GRPOLossOutput(TensorDict):

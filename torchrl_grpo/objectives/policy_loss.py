@@ -138,7 +138,7 @@ class PolicyLoss(LossModule):
         self.aggregation = CHOICES.get(aggregation, aggregation)
         self.constant_length = constant_length
         self.dual_clip = dual_clip
-        self.kl_mask_threshold = kl_mask_threshold or 0.0
+        self.kl_mask_threshold = kl_mask_threshold
         self.sft_coeff = sft_coeff
         check_choice("aggregation", self.aggregation, get_args(Aggregation))
         if dual_clip is not None and objective.bounds_itself:
@@ -419,7 +419,7 @@ class PolicyLoss(LossModule):
         t = every.take(self._selected(every, of_loss=True)).to(every["log_prob"].device)
         sampler = "log_prob" if self.objective.is_supervised else "sample_log_prob"
         t["sample_log_prob"] = t[sampler].detach()
-        if self.kl_mask_threshold > 0:
+        if self.kl_mask_threshold:
             k2 = F.kl_k2(t["log_prob"].detach(), t["sample_log_prob"])
             t = t.take(k2 <= self.kl_mask_threshold)
         if not t.totals:

@@ -398,7 +398,7 @@ def test_the_title_names_model_data_and_algorithm(tmp_path: Path) -> None:
     (tmp_path / ".hydra" / "config.yaml").write_text(
         "model: {name: <b>m</b>/x}\nenv: {dataset: gsm8k}\n"
     )
-    assert ("h1", "GRPO run") in parse(write_report(tmp_path)).texts
+    assert ("h1", "<b>m</b>/x on gsm8k") in parse(write_report(tmp_path)).texts
     (tmp_path / ".hydra" / "hydra.yaml").write_text(
         "hydra: {runtime: {choices: {algo: dapo, hydra/env: default}}}\n"
     )

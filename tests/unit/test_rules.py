@@ -161,6 +161,7 @@ INPUTS: list[dict[str, Any]] = [
         "env.datasets[0].reward": "math",
     },
     {"env.dataset_options": 3},
+    {"env.test_split": "train"},
     {"env.environment": "a.py:B", "env.dataset": None, "env.train_split": "x"},
     {"env.task": "verifiers:a", "env.dataset": None, "env.reward": "math"},
     {"env.task._target_": "a.B", "env.dataset": None, "env.train_split": "x"},

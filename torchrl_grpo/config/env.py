@@ -281,6 +281,12 @@ RULES = (
         bad=lambda bounds: bounds is not None and not _is_range(*bounds),
     ),
     exclusive("env.difficulty_filter", "env.curriculum"),
+    Rule(
+        "env.test_split",
+        "must not be the split that the run trains on",
+        "leave it out, or use train.total_dialog_turns=0, which only evaluates",
+        lambda c: c.env.test_split == (c.env.train_split or "train") and not c.only_evaluates,
+    ),
 )
 UNREAD = (
     *read_with(

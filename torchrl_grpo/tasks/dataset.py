@@ -374,7 +374,8 @@ class DatasetTask(Task):
         table, prompts = self._checked(names[split], split)
         others: set[bytes] = set()
         with suppress(UnknownSplitError):
-            is_same = names[other] == names[split]  # to evaluate on all of a file
+            # Then the run only evaluates, on all rows of a file.
+            is_same = self.field == "env" and names[other] == names[split]
             if not is_same and (
                 other in self._problems or (self.drops_shared and split == "train")
             ):

@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -641,7 +640,5 @@ def test_100000_responses_are_painted_soon(browser: Browser, tmp_path: Path) -> 
         )
         assert painted < FIRST_PAINT_S
         expect(page.locator(".notice")).to_contain_text("100,007 responses", timeout=60_000)
-        start = time.monotonic()
         page.get_by_label("text in prompt").fill("nobody wrote this")
-        page.wait_for_selector("text=0 of")
-        assert time.monotonic() - start < 60
+        page.wait_for_selector("text=0 of", timeout=60_000)

@@ -36,7 +36,7 @@ from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.host.processes import descendants
 from torchrl_grpo.integrations.agents import WithAgent
 from torchrl_grpo.integrations.agents.programs import Function
-from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.reward_pool import RewardPool
@@ -164,7 +164,9 @@ def measure(rounds: int) -> dict[str, Any]:
         players = {name: make("small", tasks[name], pool) for name, pool in pools.items()}
         model = players["task"][1]
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-        trainer = GRPOTrainer(GRPOLoss(TokenScorer(model)), model, optimizer, optim_batch_size=ROWS)
+        trainer = PolicyTrainer(
+            GRPOLoss(TokenScorer(model)), model, optimizer, optim_batch_size=ROWS
+        )
         equal = True
         for number in range(rounds + 1):  # the first one starts the workers
             batches = {}

@@ -129,7 +129,7 @@ planned: dict[str, float] = {}
 
 
 def use_ours(model: Any, batch: dict[str, Tensor], again: bool = False) -> Step:
-    """Return ``GRPOTrainer.train_step`` without an optimizer step."""
+    """Return ``PolicyTrainer.train_step`` without an optimizer step."""
     scorer = TokenScorer(model)
     trainer = Trainer(
         GRPOLoss(scorer, clip_epsilon=CLIP_EPSILON),

@@ -39,7 +39,7 @@ from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.fused_decoder import FusedDecoder
 from torchrl_grpo.generation.sampling import sample
 from torchrl_grpo.learner.optimizer import make_optimizer
-from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 
@@ -90,7 +90,7 @@ def use_step(side: str, args: argparse.Namespace, folder: str) -> Run:
 def use_update(side: str, args: argparse.Namespace, folder: str) -> Run:
     """Return our optimizer step, after a training step that is not counted."""
     model = make_model(args.model, args.dtype)
-    trainer = GRPOTrainer(
+    trainer = PolicyTrainer(
         GRPOLoss(TokenScorer(model)),
         model,
         make_optimizer(list(model.parameters()), lr=1e-6),

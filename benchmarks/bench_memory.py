@@ -30,7 +30,7 @@ from machine import merge
 
 from torchrl_grpo.extras.hints.memory import savings
 from torchrl_grpo.learner.optimizer import make_optimizer
-from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives.grpo import GRPOLoss
@@ -72,7 +72,7 @@ MMAP_THRESHOLD = -3  # of mallopt
 LARGE = 8192
 
 
-def make_trainer(name: str, knobs: dict[str, str]) -> GRPOTrainer:
+def make_trainer(name: str, knobs: dict[str, str]) -> PolicyTrainer:
     """Return a trainer with these options of the config."""
     model: Any = train_step.make_model(name, "float32")
     if "train_model.lora.enabled" in knobs:
@@ -81,7 +81,7 @@ def make_trainer(name: str, knobs: dict[str, str]) -> GRPOTrainer:
         loading.enable_gradient_checkpointing(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = knobs.get("optimizer.name", "adamw")
-    return GRPOTrainer(
+    return PolicyTrainer(
         GRPOLoss(TokenScorer(model)),
         model,
         make_optimizer(trained, optimizer, lr=1e-6),

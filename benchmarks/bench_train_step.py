@@ -59,7 +59,7 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models.divergence import Teacher
 from torchrl_grpo.models.loading import shape_of
 from torchrl_grpo.models.memory import StepSetup, step_memory
@@ -193,7 +193,7 @@ def backward(loss: Tensor) -> float:
     return loss.item()
 
 
-class Trainer(GRPOTrainer):
+class Trainer(PolicyTrainer):
     """A trainer that never updates its weights."""
 
     def optim_step(self, loss: Tensor, **how: Any) -> dict[str, float]:
@@ -203,7 +203,7 @@ class Trainer(GRPOTrainer):
 def use_ours(
     model: PreTrainedModel, batch: dict[str, Tensor], folder: str, micro_batch_tokens: int = 16384
 ) -> Step:
-    """Return ``GRPOTrainer.train_step``, with padding, normalization, micro-batches and metrics, but
+    """Return ``PolicyTrainer.train_step``, with padding, normalization, micro-batches and metrics, but
     without an optimizer step.
     """
     loss = GRPOLoss(TokenScorer(model), clip_epsilon=CLIP_EPSILON)

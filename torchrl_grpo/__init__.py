@@ -2,7 +2,7 @@
 
 ``objectives.GRPOLoss``, ``collectors.RolloutCollector``, ``envs.LLMEnv``, ``generation`` (the
 engines), ``transforms.GroupAdvantage``, ``transforms.KLScoring``, ``models.TokenScorer``,
-``learner.GRPOTrainer``, ``loop.fit``, ``functional`` (the math) and ``keys`` (the TensorDict keys).
+``learner.PolicyTrainer``, ``loop.fit``, ``functional`` (the math) and ``keys`` (the TensorDict keys).
 ``sota/grpo/grpo.py`` combines them.
 """
 

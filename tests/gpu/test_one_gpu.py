@@ -22,7 +22,7 @@ from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
 from torchrl_grpo.learner.optimizer import make_optimizer
 from torchrl_grpo.learner.shards import read_parts, write_parts
-from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models import attention as attention_module
 from torchrl_grpo.models.divergence import Teacher
 from torchrl_grpo.models.loading import shape_of
@@ -135,7 +135,7 @@ def test_the_peak_of_a_step_is_close_to_the_plan(name: Any, record_property: Any
     before = torch.cuda.memory_allocated()
     model = make_tiny_model(**shape, **heads, initializer_range=0.02).to("cuda")
     optimizer = make_optimizer(list(model.parameters()), name, lr=1e-5)
-    trainer: GRPOTrainer = make_trainer(model, optimizer=optimizer, autocast_dtype=torch.bfloat16)
+    trainer: PolicyTrainer = make_trainer(model, optimizer=optimizer, autocast_dtype=torch.bfloat16)
     batch = make_batch((400, 500, 300, 450, 350, 410, 320, 490))
     trainer.train_batch(batch)
     torch.cuda.reset_peak_memory_stats()

@@ -13,7 +13,7 @@ from torch import multiprocessing
 from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
-from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.models.sharding import init_mesh, shard_model
 from torchrl_grpo.transforms.kl_scoring import KLScoring
@@ -25,7 +25,7 @@ LENGTHS = (9, 14, 6, 11, 8, 12, 7, 10, 30, 5, 17)
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two CUDA devices")
 
 
-def two_steps(trainer: GRPOTrainer) -> dict[str, Any]:
+def two_steps(trainer: PolicyTrainer) -> dict[str, Any]:
     """Score a batch with the initial policy, then train on it for two steps."""
     trainer.loss.proximal = "recomputed"
     batch = make_batch(LENGTHS, spread=0.3, repeats=3)

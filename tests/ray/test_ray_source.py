@@ -798,7 +798,7 @@ def test_what_an_actor_refuses_is_raised_as_it_was(
 
 
 class SlowStep:
-    """Stand-in for GRPOTrainer in a rank."""
+    """Stand-in for PolicyTrainer in a rank."""
 
     def __init__(self) -> None:
         self.version = self.optim_steps = 0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.models import make_tiny_model
 from torchrl_grpo import keys
-from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 
@@ -66,9 +66,9 @@ def _scored_batch(
 
 def make_trainer(
     model: torch.nn.Module | None = None, *, optimizer: Any = None, **settings: Any
-) -> GRPOTrainer:
+) -> PolicyTrainer:
     model = make_tiny_model() if model is None else model
     loss = GRPOLoss(TokenScorer(model), kl_to_ref_coeff=0.1, entropy_coeff=0.01)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = optimizer or torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
-    return GRPOTrainer(loss, model, optimizer, **({"optim_batch_size": 8} | settings))
+    return PolicyTrainer(loss, model, optimizer, **({"optim_batch_size": 8} | settings))

@@ -33,7 +33,7 @@ from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.integrations.agents import WithAgent
 from torchrl_grpo.integrations.agents.programs import Function
-from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.reward_pool import RewardPool
@@ -211,7 +211,7 @@ def test_an_agent_gives_the_tokens_rewards_and_loss_of_the_same_game(starter, ki
         batch = GroupAdvantage(4)(collector(starter, task, turns=3, tokens=14, rows=16).rollout())
         model = AutoModelForCausalLM.from_pretrained(starter_path()).eval()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = GRPOTrainer(GRPOLoss(TokenScorer(model)), model, optimizer, optim_batch_size=16)
+        trainer = PolicyTrainer(GRPOLoss(TokenScorer(model)), model, optimizer, optim_batch_size=16)
         metrics = trainer.train_batch(batch)
         return batch, metrics["train/loss"], metrics["train/grad_norm"]
 

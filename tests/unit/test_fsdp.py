@@ -27,7 +27,7 @@ from tests.support.models import make_tiny_model
 from tests.support.runs import whole_state_of
 from tests.support.training import make_batch
 from torchrl_grpo import keys
-from torchrl_grpo.learner import GRPOTrainer, NonFiniteError
+from torchrl_grpo.learner import NonFiniteError, PolicyTrainer
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
 from torchrl_grpo.learner.export import export_model
 from torchrl_grpo.learner.writer import CheckpointWriter
@@ -67,7 +67,7 @@ def make_trainer(
     param_dtype: torch.dtype | None = None,
     loss: Callable[[TokenScorer], GRPOLoss] | None = None,
     **settings: Any,
-) -> GRPOTrainer:
+) -> PolicyTrainer:
     with CPU if mesh is None else loading_device(mesh):
         model: Any = make_tiny_model(tie_word_embeddings=tied).to(dtype)
     if lora:
@@ -87,10 +87,10 @@ def make_trainer(
     trainer = (
         GRPOLoss(scorer, kl_to_ref_coeff=0.1, entropy_coeff=0.01) if loss is None else loss(scorer)
     )
-    return GRPOTrainer(trainer, model, optimizer, **(defaults | settings))
+    return PolicyTrainer(trainer, model, optimizer, **(defaults | settings))
 
 
-def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+def weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.weights()}
 
 
@@ -382,12 +382,12 @@ def save_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[s
     return out
 
 
-def with_average(trainer: GRPOTrainer) -> GRPOTrainer:
+def with_average(trainer: PolicyTrainer) -> PolicyTrainer:
     trainer.averages = {"reference": AverageScorer(trainer.model, decay=0.5)}
     return trainer
 
 
-def of_average(trainer: GRPOTrainer) -> TensorDictBase:
+def of_average(trainer: PolicyTrainer) -> TensorDictBase:
     batch = make_batch(LENGTHS, spread=0.3).exclude(keys.REF_LOG_PROBS)
     return KLScoring(trainer.averages["reference"])(batch)
 

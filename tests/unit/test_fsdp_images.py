@@ -20,7 +20,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.chat.template import ChatEncoder
 from torchrl_grpo.images import Prompt, place_images
 from torchrl_grpo.images.families import vision_parameters
-from torchrl_grpo.learner import GRPOTrainer
+from torchrl_grpo.learner import PolicyTrainer
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
 from torchrl_grpo.learner.export import export_model
 from torchrl_grpo.learner.writer import CheckpointWriter
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.nightly  # test_fsdp.py has text on two ranks, test_ima
 
 def make_trainer(
     path: Path, mesh: DeviceMesh | None, calls: list[int], adapters: int = 0
-) -> GRPOTrainer:
+) -> PolicyTrainer:
     device = CPU if mesh is None else loading_device(mesh)
     model: Any = loading.load_model(str(path), dtype=torch.float32, device=device)
     loading.freeze_vision(model)
@@ -65,7 +65,7 @@ def make_trainer(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01)
     loss = GRPOLoss(scorer, kl_to_ref_coeff=0.1)
-    return GRPOTrainer(loss, model, optimizer, optim_batch_size=4, micro_batch_tokens=30)
+    return PolicyTrainer(loss, model, optimizer, optim_batch_size=4, micro_batch_tokens=30)
 
 
 def make_batch(path: Path) -> TensorDictBase:
@@ -143,7 +143,7 @@ def trained(path: Path, mesh: DeviceMesh | None, folder: Path, adapters: int = 0
     }
 
 
-def weights(trainer: GRPOTrainer) -> list[tuple[str, torch.Tensor]]:
+def weights(trainer: PolicyTrainer) -> list[tuple[str, torch.Tensor]]:
     return [(name, weight.clone()) for name, weight in trainer.weights()]
 
 

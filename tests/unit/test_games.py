@@ -19,7 +19,7 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models.loading import load_tokenizer
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
@@ -82,7 +82,7 @@ def first_step(
     trained = AutoModelForCausalLM.from_pretrained(starter_path())
     trained.load_state_dict(model.state_dict())
     loss = GRPOLoss(TokenScorer(trained.eval()))
-    trainer = GRPOTrainer(
+    trainer = PolicyTrainer(
         loss, trained, torch.optim.SGD(trained.parameters(), lr=0.1), optim_batch_size=32
     )
     metrics = trainer.train_batch(batch)

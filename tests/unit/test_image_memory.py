@@ -30,7 +30,7 @@ from torchrl_grpo.host.out_of_memory import in_words
 from torchrl_grpo.images import EncodedImage, ImageFile, ImageSpan, images_of
 from torchrl_grpo.images.families import vision_parameters
 from torchrl_grpo.learner.optimizer import make_optimizer
-from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.memory import ModelMemory, StepSetup, shard_bytes, step_memory
 from torchrl_grpo.models.scoring import TokenScorer
@@ -243,7 +243,7 @@ def test_the_peak_of_a_step_with_images_is_close_to_the_plan(trains: bool, adapt
     if adapters:
         model = loading.add_lora(model, r=adapters, alpha=4)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    trainer = GRPOTrainer(
+    trainer = PolicyTrainer(
         GRPOLoss(TokenScorer(model)),
         model,
         make_optimizer(trained, "adamw", lr=1e-5),

@@ -201,7 +201,7 @@ def test_every_module_imports_without_the_optional_packages() -> None:
 
 def test_a_loop_by_hand_finds_its_parts_in_their_packages() -> None:
     assert {"GenerationPolicy", "SamplingParams", "TransformersEngine"} <= set(generation.__all__)
-    assert {"Checkpointer", "GRPOTrainer"} <= set(learner.__all__)
+    assert {"Checkpointer", "PolicyTrainer"} <= set(learner.__all__)
     assert (loop.__all__, reporting.__all__) == (["Observer", "Schedule", "fit"], ["MetricsLogger"])
     for package in (
         collectors,

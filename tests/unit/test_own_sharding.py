@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.models import make_tiny_model
 from tests.support.training import make_batch
 from torchrl_grpo import keys
-from torchrl_grpo.learner import GRPOTrainer
+from torchrl_grpo.learner import PolicyTrainer
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.models.sharding import mesh_of, num_replicas
@@ -71,7 +71,7 @@ def trained(model: nn.Module) -> dict[str, Any]:
     """Return the metrics and the weights of two steps of the trainer."""
     loss = GRPOLoss(TokenScorer(model), kl_to_ref_coeff=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    trainer = GRPOTrainer(loss, model, optimizer, optim_batch_size=8, micro_batch_tokens=30)
+    trainer = PolicyTrainer(loss, model, optimizer, optim_batch_size=8, micro_batch_tokens=30)
     metrics = [trainer.train_batch(make_batch()) for _ in range(2)]
     norms = [metric["train/grad_norm"] for metric in metrics]
     losses = [metric["train/loss_objective"] for metric in metrics]

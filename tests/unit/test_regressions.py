@@ -44,7 +44,7 @@ from tests.support.losses import SETTINGS, Table, make_batch, total
 from tests.support.models import make_tiny_model
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.run import build
-from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss
 
@@ -268,7 +268,7 @@ def test_no_gradient_is_lost_or_left_over_between_optimizer_steps() -> None:
     model, by_hand = make_tiny_model().double(), make_tiny_model().double()
     loss = GRPOLoss(TokenScorer(model), **SETTINGS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = GRPOTrainer(
+    trainer = PolicyTrainer(
         loss, model, optimizer, optim_batch_size=3, micro_batch_tokens=15, clip_grad_norm=math.inf
     )
     trainer.train_batch(token_batch())

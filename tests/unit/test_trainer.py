@@ -16,7 +16,7 @@ from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
 from torchrl_grpo.errors import NonFiniteError, NoSignalError
-from torchrl_grpo.learner import GRPOTrainer
+from torchrl_grpo.learner import PolicyTrainer
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
 from torchrl_grpo.learner.shards import tensors_in
 from torchrl_grpo.learner.writer import CheckpointWriter
@@ -26,7 +26,7 @@ from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import Clip, GRPOLoss, PolicyLoss, Term, Tokens
 
 
-def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+def weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.weights()}
 
 
@@ -169,7 +169,7 @@ def test_a_loss_with_its_own_forward_is_refused_by_the_trainer() -> None:
     model = make_tiny_model()
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(TypeError, match=r"WithForward\.forward .*: write a Term"):
-        GRPOTrainer(WithForward(TokenScorer(model)), model, optimizer, optim_batch_size=8)
+        PolicyTrainer(WithForward(TokenScorer(model)), model, optimizer, optim_batch_size=8)
 
 
 def test_a_part_gets_the_extra_entries_it_reads() -> None:
@@ -180,7 +180,7 @@ def test_a_part_gets_the_extra_entries_it_reads() -> None:
     masks = [row[keys.ASSISTANT_MASK] for row in batch.unbind(0)]
     expected = sum(0.5 * index * int(mask.sum()) for index, mask in enumerate(masks))
     model = make_tiny_model()
-    trainer = GRPOTrainer(
+    trainer = PolicyTrainer(
         PolicyLoss(TokenScorer(model), Clip(), terms=[Rewarded(0.1)]),
         model,
         torch.optim.SGD(model.parameters()),
@@ -281,7 +281,7 @@ def test_warmup_reaches_the_learning_rate_after_its_steps() -> None:
     ]
 
 
-def save(trainer: GRPOTrainer, folder: Path) -> tuple[dict[str, Any], Path]:
+def save(trainer: PolicyTrainer, folder: Path) -> tuple[dict[str, Any], Path]:
     """Write a checkpoint; return the argument of ``load_state_dict``."""
     path = CheckpointWriter().start(Checkpointer(folder, {}), trainer, {})
     return read_checkpoint(path)["trainer"], path
@@ -386,3 +386,9 @@ def test_staleness_is_counted_from_the_version_that_sampled() -> None:
     [rows] = seen
     first = rows.of_scored.offsets[:-1]
     assert rows.values[keys.STALENESS][first].tolist() == [0, 1, 2, 3, 0, 0, 0, 7]
+
+
+def test_the_old_name_of_the_trainer_is_imported_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="PolicyTrainer"):
+        from torchrl_grpo.learner import GRPOTrainer
+    assert GRPOTrainer is PolicyTrainer

@@ -20,7 +20,7 @@ from accelerator import synchronize
 from bench_train_step import ragged
 from tensordict import TensorDict
 
-from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 
@@ -143,9 +143,9 @@ def make_batch(
 
 def make_trainer(
     model: Any, optimizer: torch.optim.Optimizer, *, sequences: int, micro_batch_tokens: int
-) -> GRPOTrainer:
+) -> PolicyTrainer:
     """Return a trainer with the default loss."""
-    return GRPOTrainer(
+    return PolicyTrainer(
         GRPOLoss(TokenScorer(model)),
         model,
         optimizer,

@@ -38,7 +38,7 @@ from torchrl_grpo.host.startup import say
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.optimizer import EntropyControl, learning_rate_factor, make_optimizer
 from torchrl_grpo.learner.resume import restore
-from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.learner.untrained import Untrained
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.divergence import Teacher
@@ -126,7 +126,7 @@ def make_learner(
 
 def make_trainer(
     context: Context, device: torch.device, mesh: DeviceMesh | None = None
-) -> GRPOTrainer:
+) -> PolicyTrainer:
     """Make the trainer with its model (sharded over the mesh, if any), loss and optimizer."""
     config = context.config
     train, settings = config.train_model, config.optimizer
@@ -166,7 +166,7 @@ def make_trainer(
         role: AverageScorer(model, temperature, decay=decay, every=every)
         for role, (decay, every) in config.averages.items()
     }
-    return GRPOTrainer(
+    return PolicyTrainer(
         loss,
         model,
         optimizer,

@@ -20,7 +20,7 @@ from torchrl_grpo.errors import NonFiniteError
 from torchrl_grpo.images import images_of, tokens_of
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.optimizer import has_small_states
-from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.learner.writer import CheckpointWriter
 from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.models.sharding import copy_parts, is_writer
@@ -53,7 +53,7 @@ class Learner:
 
     def __init__(
         self,
-        trainer: GRPOTrainer,
+        trainer: PolicyTrainer,
         transforms: Sequence[tuple[str, Transform]],
         sender: Sender,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -82,7 +82,7 @@ class Learner:
         return self.trainer.optim_steps == self._trained_steps
 
     def load_state_dict(self, state: dict[str, Any], checkpoint: Path) -> None:
-        """Restore the trainer's state; see ``GRPOTrainer.load_state_dict``."""
+        """Restore the trainer's state; see ``PolicyTrainer.load_state_dict``."""
         self.trainer.load_state_dict(state, checkpoint)
         self._trained_steps = self.trainer.optim_steps
 

@@ -1,4 +1,4 @@
-"""``GRPOTrainer``: a batch of scored sequences in, updated weights out.
+"""``PolicyTrainer``: a batch of scored sequences in, updated weights out.
 
 It does not sample, score rewards or loop: ``loop.fit`` does that.
 """
@@ -49,7 +49,7 @@ from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
 
 
 @dataclass(eq=False, repr=False)
-class GRPOTrainer:
+class PolicyTrainer:
     """Trains a policy on batches of sequences with advantages.
 
     A batch contains the groups that are trained between two weight syncs. ``train_batch`` splits it

@@ -24,7 +24,7 @@ from torchrl_grpo.learner.shards import files_of, write_parts
 from torchrl_grpo.models.sharding import WEIGHTS, is_shared, local_part, own_parts
 
 if TYPE_CHECKING:
-    from torchrl_grpo.learner.step import GRPOTrainer
+    from torchrl_grpo.learner.step import PolicyTrainer
 
 _T = TypeVar("_T")
 
@@ -45,7 +45,7 @@ class CheckpointWriter:
         self._writing: Future[None] | None = None
 
     def start(
-        self, checkpointer: Checkpointer, trainer: GRPOTrainer, source: dict[str, Any]
+        self, checkpointer: Checkpointer, trainer: PolicyTrainer, source: dict[str, Any]
     ) -> Path:
         """Write the state of a trainer and of a source, or begin to. Return the folder's path.
 

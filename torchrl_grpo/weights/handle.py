@@ -92,7 +92,7 @@ class EitherHandle(WeightHandle):
 
 
 class Source(Protocol):
-    """Source of weights: a ``GRPOTrainer``."""
+    """Source of weights: a ``PolicyTrainer``."""
 
     def weights(self, dtype: torch.dtype | None = None) -> TensorStream: ...
 

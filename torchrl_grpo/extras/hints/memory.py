@@ -10,7 +10,7 @@ from tensordict import NestedKey
 from torchrl_grpo import keys
 from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.host.out_of_memory import memory_short
-from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models.loading import shape_of
 from torchrl_grpo.models.memory import Shape, StepSetup, step_memory
 from torchrl_grpo.models.passes import Pass
@@ -28,7 +28,7 @@ _PURPOSES: dict[NestedKey, str] = {
 """Purpose of log-probs by the key they are written to."""
 
 
-def explain_step_memory(trainer: GRPOTrainer, error: BaseException) -> MemoryShortError:
+def explain_step_memory(trainer: PolicyTrainer, error: BaseException) -> MemoryShortError:
     """Return the error of a training step that ran out of memory."""
     shape, setup = shape_of(trainer.model), trainer.setup()
     holds = step_memory(shape, setup).parts()

@@ -291,7 +291,7 @@ class Workload:
         state = 7 * 4 * self.trained / ranks
         update = self.optim_steps * state / (gpu.pcie if self.step.offloads else gpu.bandwidth)
         on_device = self.train_memory(ranks).peak + 4 * self.trained <= MEMORY_SHARE * gpu.memory
-        if self.step.offloads and not on_device:  # see ``GRPOTrainer``
+        if self.step.offloads and not on_device:  # see ``PolicyTrainer``
             update += (micro_batches - self.optim_steps) * 4 * self.trained / ranks / UNPINNED_RATE
         return max(compute, gathers) + update
 

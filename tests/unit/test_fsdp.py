@@ -158,9 +158,9 @@ def likely_tokens_of_a_teacher(mesh: DeviceMesh | None, **settings: Any) -> dict
     ids = []
     layouts = []
 
-    def spy(layout: Layout, kept: Any, sample: Any, states: torch.Tensor, *more: Any) -> Any:
-        ids.append(states[:, 2:])
-        return score(layout, kept, sample, states, *more)
+    def spy(layout: Layout, values: Any, *more: Any) -> Any:
+        ids.append(values[keys.TEACHER_STATES][:, 2:])
+        return score(layout, values, *more)
 
     scorer._score = spy
     for layer in loading.base_model_of(trainer.model).model.layers:

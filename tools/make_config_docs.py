@@ -25,16 +25,14 @@ Made by `python tools/make_config_docs.py` from the docstrings in `torchrl_grpo/
 line, set a key with `NODE.KEY=VALUE`, as in `optimizer.lr=1e-5`; `null` unsets it. The defaults are those of the code;
 the files in `config/` change some for their tasks, and those in `config/algo/` for the [algorithms](algorithms.md).
 `--cfg job` prints a run's values.
+
+The rules of a node are below its keys. A config that breaks one is refused before anything loads, with the key, its value and
+the fix. `ROLE` is `train_model`, `inference_model`, `ref_model` or `teacher`, and `KEY` stands for several keys. What is said
+of a data set in `env` also holds for each entry of `env.datasets` and `evaluation.datasets`.
 """
 
-RULES_HEAD = """## Rules between keys
+RULES_HEAD = "| key | rule | fix |\n|---|---|---|"
 
-A config that breaks one is refused before anything loads, with the key, its value and the fix. `ROLE` is
-`train_model`, `inference_model`, `ref_model` or `teacher`; rules of `env` for a data set also hold for each entry of
-`env.datasets` and `evaluation.datasets`, and `KEY` stands for their keys.
-
-| key | rule | fix |
-|---|---|---|"""
 PLACEHOLDERS = {
     "switch": "`inference_model.backend=server` or `teacher.address`",
     "env.player": "`env.agent` or `env.task=verifiers:NAME`",
@@ -51,11 +49,28 @@ PLACEHOLDERS = {
 
 def page() -> str:
     """Return the text of ``docs/config.md``."""
-    return "\n".join([HEAD, *_tables(GRPOConfig(), "", {}), RULES_HEAD, *_rules()]) + "\n"
+    nodes = list(_nodes(GRPOConfig()))
+    rules = _rules(nodes)
+    documented: dict[tuple[str, str], str] = {}
+    parts = [
+        part
+        for name, node in nodes
+        for part in (*_keys(node, name, documented), *_rules_table(name, rules.get(name, {})))
+    ]
+    return "\n".join([HEAD, *parts]).rstrip() + "\n"
 
 
-def _tables(node: Any, name: str, documented: dict[tuple[str, str], str]) -> Iterator[str]:
-    """Return the table of a node, then those of the nodes inside it.
+def _nodes(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a node and those inside it, with their dotted names."""
+    yield name, node
+    for item in dataclasses.fields(node):
+        value = getattr(node, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from _nodes(value, f"{name}.{item.name}".lstrip("."))
+
+
+def _keys(node: Any, name: str, documented: dict[tuple[str, str], str]) -> Iterator[str]:
+    """Yield the heading of a node and the table of its keys.
 
     Args:
         node: a dataclass of the config.
@@ -84,20 +99,29 @@ def _tables(node: Any, name: str, documented: dict[tuple[str, str], str]) -> Ite
             )
             yield f"| `{item.name}` ({_default(value)}) | {meaning} |"
     yield ""
-    for item, value in fields.items():
-        if dataclasses.is_dataclass(value):
-            yield from _tables(value, f"{name}.{item.name}".lstrip("."), documented)
 
 
-def _rules() -> Iterator[str]:
-    """Yield a row for all rules that differ only in their key."""
+def _rules_table(name: str, rows: dict[str, list[str]]) -> Iterator[str]:
+    """Yield a node's rules, if it has any."""
+    if rows:
+        yield f"### Rules of `{name}`\n" if name else "### Rules at the top\n"
+        yield RULES_HEAD
+        for text, keys in rows.items():
+            yield f"| {', '.join(dict.fromkeys(keys))} | {text} |"
+        yield ""
+
+
+def _rules(nodes: list[tuple[str, Any]]) -> dict[str, dict[str, list[str]]]:
+    """Return, by the node of the key, the keys of all rules that differ only in their key."""
     tables = (
-        ("", (*rules.RULES, *engine.ONE_PROCESS_RULES, *rules.UNREAD_RULES)),
-        ("env.", data.DATA_RULES),
-        ("ROLE.", (*devices.DEVICE_RULES, *devices.SERVER_RULES)),
+        ("", (*rules.RULES, *engine.ONE_PROCESS_RULES, *rules.UNREAD_RULES), None),
+        ("env.", data.DATA_RULES, None),
+        ("ROLE.", devices.DEVICE_RULES, "train_model"),
+        ("ROLE.", devices.SERVER_RULES, "inference_model"),
     )
-    keys: dict[str, list[str]] = {}
-    for prefix, table in tables:
+    names = sorted((name for name, _ in nodes), key=len, reverse=True)
+    keys: dict[str, dict[str, list[str]]] = {}
+    for prefix, table, shown_at in tables:
         for rule in table:
             texts = (_template(text.replace("{at}", prefix)) for text in (rule.why, rule.fix))
             # The arguments of engine_kwargs are not keys.
@@ -107,9 +131,12 @@ def _rules() -> Iterator[str]:
                 if argument
                 else f"`{prefix}{rule.key}`"
             )
-            keys.setdefault(" | ".join(texts), []).append(name)
-    for text, names in keys.items():
-        yield f"| {', '.join(dict.fromkeys(names))} | {text} |"
+            key = f"{prefix}{rule.key}"
+            at = shown_at or next(
+                node for node in names if not node or key.startswith(f"{node}.")
+            )
+            keys.setdefault(at, {}).setdefault(" | ".join(texts), []).append(name)
+    return keys
 
 
 def _template(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Make the tables of ``docs/migrate.md`` from those of ``torchrl_grpo/extras/peers``.
+"""Make the pages of ``docs/migrate/`` from the tables of ``torchrl_grpo/extras/peers``.
 
 python tools/make_migrate_docs.py
 """
@@ -11,12 +11,27 @@ from pathlib import Path
 
 from torchrl_grpo.extras.migrate.tables import TRL, Row, Table, read_table
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrate.md"
-MARK = (
-    "<!-- tables: made by tools/make_migrate_docs.py from "
-    "torchrl_grpo/extras/peers/*.toml, change them there -->\n"
-)
-ORDER = (*reversed(TRL), "verl", "areal", "prime_rl", "torchrl")
+PAGES = Path(__file__).resolve().parents[1] / "docs" / "migrate"
+LIBRARIES = {
+    "trl": ("TRL", "train_trl.py --devices 8", tuple(reversed(TRL))),
+    "verl": ("verl", "run_qwen2-7b_math.sh", ("verl",)),
+    "areal": ("AReaL", "gsm8k_grpo.yaml", ("areal",)),
+    "prime_rl": ("prime-rl", "rl.toml", ("prime_rl",)),
+    "torchrl": ("TorchRL's script", "grpo_gsm8k.yaml", ("torchrl",)),
+}
+"""For each page: whose keys it has, an example of a command, and its tables."""
+HEAD = """# From {title}
+
+Made by `python tools/make_migrate_docs.py` from `torchrl_grpo/extras/peers/`. The command
+
+```bash
+python -m torchrl_grpo migrate {arguments}
+```
+
+prints the command line of the same run and says what differs. [From another library](../migrate.md) says how to read what it
+prints, and what differs for every library. A key that is missing here has no equivalent or is
+ignored, and the default in parentheses applies if your file omits the key.
+"""
 QUANTITIES = {
     "accumulation": "part of `train.optim_batch_size`",
     "advantage_mean": "`policy.advantage_mean`, without `reward_norm`",
@@ -116,16 +131,21 @@ QUANTITIES = {
 """The keys for the tables' quantities that need more than a copy."""
 
 
-def page() -> str:
-    """Return the text of ``docs/migrate.md``, with new tables below the text written by hand."""
-    head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
-    return "\n".join(
-        [head + MARK, *(part for name in ORDER for part in _section(read_table(name)))]
-    )
+def pages() -> dict[Path, str]:
+    """Return the text of each page."""
+    return {
+        PAGES / f"{name}.md": "\n".join(
+            [
+                HEAD.format(title=title, arguments=arguments),
+                *(part for table in tables for part in _section(read_table(table))),
+            ]
+        )
+        for name, (title, arguments, tables) in LIBRARIES.items()
+    }
 
 
 def _section(table: Table) -> Iterator[str]:
-    yield f"## {table.title}\n"
+    yield f"## Keys of {table.title}\n"
     always = ", ".join(f"`{key}={_word(value)}`" for key, value in table.always.items())
     yield f"Input: {table.what}. Always set: {always}.\n"
     yield from (f"- {_prose(line)}" for line in table.differs)
@@ -213,4 +233,5 @@ def _prose(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

@@ -26,9 +26,9 @@ line, set a key with `NODE.KEY=VALUE`, as in `optimizer.lr=1e-5`; `null` unsets 
 the files in `config/` change some for their tasks, and those in `config/algo/` for the [algorithms](algorithms.md).
 `--cfg job` prints a run's values.
 
-The rules of a node are below its keys. A config that breaks one is refused before anything loads, with the key, its value and
-the fix. `ROLE` is `train_model`, `inference_model`, `ref_model` or `teacher`, and `KEY` stands for several keys. What is said
-of a data set in `env` also holds for each entry of `env.datasets` and `evaluation.datasets`.
+The rules of a node are below its keys. A config that breaks one is refused before anything loads, with the key, its
+value and the fix. `ROLE` is `train_model`, `inference_model`, `ref_model` or `teacher`, and `KEY` stands for several
+keys. Rules of `env` for a data set also hold for each entry of `env.datasets` and `evaluation.datasets`.
 """
 
 RULES_HEAD = "| key | rule | fix |\n|---|---|---|"
@@ -132,9 +132,7 @@ def _rules(nodes: list[tuple[str, Any]]) -> dict[str, dict[str, list[str]]]:
                 else f"`{prefix}{rule.key}`"
             )
             key = f"{prefix}{rule.key}"
-            at = shown_at or next(
-                node for node in names if not node or key.startswith(f"{node}.")
-            )
+            at = shown_at or next(node for node in names if not node or key.startswith(f"{node}."))
             keys.setdefault(at, {}).setdefault(" | ".join(texts), []).append(name)
     return keys
 

@@ -28,9 +28,9 @@ Made by `python tools/make_migrate_docs.py` from `torchrl_grpo/extras/peers/`. T
 python -m torchrl_grpo migrate {arguments}
 ```
 
-prints the command line of the same run and says what differs. [From another library](../migrate.md) says how to read what it
-prints, and what differs for every library. A key that is missing here has no equivalent or is
-ignored, and the default in parentheses applies if your file omits the key.
+prints the command line of the same run and says what differs. [From another library](../migrate.md) explains its output
+and lists what differs for every library. A key that is missing here has no equivalent or is ignored. The default in
+parentheses applies if your file omits the key.
 """
 QUANTITIES = {
     "accumulation": "part of `train.optim_batch_size`",

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from torchrl_grpo.functional import head_logits
 from torchrl_grpo.generation import fused_decoder
-from torchrl_grpo.models import attention
+from torchrl_grpo.models import attention, compiled, head
 
 aten = torch.ops.aten
 DEVICE = torch.device("meta", 0)
@@ -56,7 +56,8 @@ class MetaCuda(TorchDispatchMode):
     Attributes:
         launches: kernels and copies, by operation. An operation of PyTorch is one, except that
             allocations and views are none, and that an operation on lists of tensors is as many
-            as PyTorch's CUDA kernel makes of it.
+            as PyTorch's CUDA kernel makes of it, and that a function that our code compiles is one,
+            which reads its arguments and writes its results.
         traffic: bytes, by operation, as if each read its inputs and wrote its outputs once.
         waits: times that the CPU waits for the device, by operation.
         flops: floating-point operations of matrix products and attention, by operation.
@@ -91,6 +92,8 @@ class MetaCuda(TorchDispatchMode):
             (attention, "_has_varlen", lambda query: query.itemsize == 2),
             (fused_decoder.FusedDecoder, "logits", _head_logits),
             (torch, "sparse_coo_tensor", _SparseOnCard.make),
+            (compiled.Compiled, "__call__", lambda *args: self._run_compiled(*args)),
+            (head, "MAX_CHUNK_ELEMENTS", dict.fromkeys(head.MAX_CHUNK_ELEMENTS, 2**27)),
             (torch, "is_autocast_enabled", lambda kind=None: kind != "meta" and enabled(kind)),
             (
                 torch,
@@ -130,6 +133,16 @@ class MetaCuda(TorchDispatchMode):
                 self.flops[str(packet)] += flop_registry[packet](
                     *values, **options, out_val=tree_map(_held, out)
                 )
+        return out
+
+    def _run_compiled(self, function: compiled.Compiled, *args: Any) -> Any:
+        launches, traffic = self.launches.copy(), self.traffic.copy()
+        nbytes = sum(tensor.nbytes for tensor in _tensors(args))
+        out = function.function(*args)
+        name = f"compiled.{function.function.__name__}"
+        self.launches, self.traffic = launches, traffic
+        self.launches[name] += 1
+        self.traffic[name] += nbytes + sum(tensor.nbytes for tensor in _tensors(out))
         return out
 
     def _count(self, packet: Any, tensors: list[Tensor], args: Any) -> None:

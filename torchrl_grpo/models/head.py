@@ -21,14 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.functional import head_logits, rounds_logits
+from torchrl_grpo.models.compiled import Compiled
 from torchrl_grpo.models.sharding import mesh_of
 
 Centering = Callable[[Tensor, Tensor], Tensor]
 """The trainer's and the sampler's log-probs of kept tokens -> shares in the mean score; all [N, K].
 """
-MAX_CHUNK_ELEMENTS = {"cpu": 2**21, "other": 2**25}
-"""Logits held at once: in float32 8 MiB, which fits a CPU's caches, and 128 MiB to keep an
-accelerator busy.
+MAX_CHUNK_ELEMENTS = {"cpu": 2**21, "other": 2**25, "cuda": 2**27}
+"""Logits held at once: in float32 8 MiB, which fits a CPU's caches, 128 MiB to keep an accelerator
+busy, and up to 512 MiB on CUDA, but there at most 1/128 of the memory (``_most_elements``).
 """
 ALIGNED = 64
 """Large chunks of the vocabulary are multiples of this many tokens (``chunk_width``)."""
@@ -36,7 +37,12 @@ ALIGNED = 64
 
 def _most_elements(hidden_ND: Tensor, most: int | None) -> int:
     """Return a bound on the numbers held at once, by default that of the device."""
-    return most or MAX_CHUNK_ELEMENTS.get(hidden_ND.device.type, MAX_CHUNK_ELEMENTS["other"])
+    device, other = hidden_ND.device, MAX_CHUNK_ELEMENTS["other"]
+    limit = MAX_CHUNK_ELEMENTS.get(device.type, other)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        limit = max(other, min(limit, memory // (4 * 128)))
+    return most or limit
 
 
 def chunk_width(
@@ -170,18 +176,10 @@ class _ChunkedLogProb(torch.autograd.Function):
         most_N = torch.full(targets_N.shape, -math.inf, dtype=dtype, device=hidden_ND.device)
         total_N, weighted_N, logit_N = (torch.zeros_like(most_N) for _ in range(3))
         exact_N = _target_logits(hidden_ND, weight_VD, bias_V, targets_N, scale)
-        for part, weight, bias in chunks_of(weight_VD, bias_V, width):
-            logits = _chunk_logits(hidden_ND, weight, bias, scale)
-            if exact_N is None:
-                index, inside = _place(targets_N, part.start, logits.shape[1])
-                logit_N += logits.gather(-1, index).squeeze(-1) * inside
-            else:
-                _put(logits, targets_N, part.start, exact_N)
-            new_N = torch.maximum(most_N, logits.amax(-1))
-            exps, shrink_N = (logits - new_N[:, None]).exp_(), (most_N - new_N).exp_()
-            total_N = total_N * shrink_N + exps.sum(-1)
-            weighted_N = weighted_N * shrink_N + exps.mul_(logits).sum(-1)
-            most_N = new_N
+        sums = (most_N, total_N, weighted_N, logit_N)
+        for _, _, *chunk in _chunks(hidden_ND, weight_VD, bias_V, targets_N, exact_N, scale, width):
+            sums = _add_chunk(*chunk, *sums)
+        most_N, total_N, weighted_N, logit_N = sums
         logit_N = logit_N if exact_N is None else exact_N
         lse_N = most_N + total_N.log()
         log_prob_N, entropy_N = logit_N - lse_N, lse_N - weighted_N / total_N
@@ -201,22 +199,13 @@ class _ChunkedLogProb(torch.autograd.Function):
             grad_log_prob_N = torch.zeros_like(grad_entropy_N)
         gradients = HeadGradients(ctx, hidden_ND, weight_VD, bias_V, lse_N.dtype)
         slope = grad_log_prob_N[:, None] * -ctx.scale
-        for part, weight, bias in chunks_of(weight_VD, bias_V, ctx.width):
-            log_p = _chunk_logits(hidden_ND, weight, bias, ctx.scale)
-            if exact_N is not None:
-                _put(log_p, targets_N, part.start, exact_N)
-            log_p.sub_(lse_N[:, None])
-            # Times the temperature: dlogp(y)/dlogit = onehot(y) - p;  dH/dlogit = -p (log p + H)
-            if grad_entropy_N is None:
-                grad = log_p.exp_().mul_(slope)
-            else:
-                prob = log_p.exp()
-                log_p.add_(entropy_N[:, None]).mul_(grad_entropy_N[:, None] * -ctx.scale).add_(
-                    slope
-                )
-                grad = prob.mul_(log_p)
-            index, inside = _place(targets_N, part.start, grad.shape[1])
-            grad = gradients.add(part, grad.scatter_add_(-1, index, -slope * inside[:, None]))
+        of_entropy = None if grad_entropy_N is None else grad_entropy_N[:, None] * -ctx.scale
+        dtype = lse_N.dtype if ctx.needs_input_grad[2] else hidden_ND.dtype
+        for part, weight, *chunk in _chunks(
+            hidden_ND, weight_VD, bias_V, targets_N, exact_N, ctx.scale, ctx.width
+        ):
+            grad = _chunk_gradient(*chunk, lse_N, entropy_N, slope, of_entropy, dtype)
+            grad = gradients.add(part, grad)
             if gradients.hidden is not None and gradients.hidden.dtype == grad.dtype:
                 gradients.hidden.addmm_(grad, weight)
             elif gradients.hidden is not None:
@@ -224,19 +213,84 @@ class _ChunkedLogProb(torch.autograd.Function):
         return *gradients.result(), None, None, None
 
 
-def _put(logits: Tensor, targets_N: Tensor, start: int, exact_N: Tensor) -> None:
-    """Write the logits of targets within a chunk of the vocabulary."""
-    index, inside = _place(targets_N, start, logits.shape[1])
-    values = torch.where(inside[:, None], exact_N[:, None], logits.gather(-1, index))
-    logits.scatter_(-1, index, values)
-
-
-def _place(targets_N: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the targets' positions in a chunk of the vocabulary, [N, 1], and which of them are in
-    it, [N] bool.
+def _chunks(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    exact_N: Tensor | None,
+    scale: float,
+    width: int,
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor]]:
+    """Yield each chunk of the vocabulary, its part of the head, its logits, each target's position
+    in the chunk that has it, [N], and whether that is this one, [N] bool.
     """
-    place = targets_N - start
-    return place.clamp(0, width - 1)[:, None], (place >= 0) & (place < width)
+    place_N, chunk_N = targets_N % width, targets_N // width
+    for number, (part, weight, bias) in enumerate(chunks_of(weight_VD, bias_V, width)):
+        logits = _chunk_logits(hidden_ND, weight, bias, scale)
+        if logits.shape[1] < width:  # the last chunk
+            place_N = place_N.clamp(max=logits.shape[1] - 1)
+        inside_N = chunk_N == number
+        if exact_N is not None:
+            logit_N = torch.where(inside_N, exact_N, _at(logits, place_N))
+            logits.scatter_(-1, place_N[:, None], logit_N[:, None])
+        yield part, weight, logits, place_N, inside_N
+
+
+def _at(logits: Tensor, place_N: Tensor) -> Tensor:
+    return logits.gather(-1, place_N[:, None]).squeeze(-1)
+
+
+@Compiled
+def _add_chunk(
+    logits: Tensor,
+    place_N: Tensor,
+    inside_N: Tensor,
+    most_N: Tensor,
+    total_N: Tensor,
+    weighted_N: Tensor,
+    logit_N: Tensor,
+) -> tuple[Tensor, ...]:
+    """Return the largest logit so far, the sums of the exponentials less it, plain and weighted
+    with the logits, and the target's logit.
+    """
+    new_N = torch.maximum(most_N, logits.amax(-1))
+    exps, shrink_N = (logits - new_N[:, None]).exp_(), (most_N - new_N).exp_()
+    total_N = total_N * shrink_N + exps.sum(-1)
+    weighted_N = weighted_N * shrink_N + exps.mul_(logits).sum(-1)
+    logit_N = torch.where(inside_N, _at(logits, place_N), logit_N)
+    return new_N, total_N, weighted_N, logit_N
+
+
+@Compiled
+def _chunk_gradient(
+    logits: Tensor,
+    place_N: Tensor,
+    inside_N: Tensor,
+    lse_N: Tensor,
+    entropy_N: Tensor,
+    slope_N1: Tensor,
+    of_entropy_N1: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the gradient of a chunk's logits, in whose place it is computed unless this is
+    compiled.
+    """
+    is_compiled = torch.compiler.is_compiling()
+    log_p = (logits.clone() if is_compiled else logits).sub_(lse_N[:, None])
+    # Times the temperature: dlogp(y)/dlogit = onehot(y) - p;  dH/dlogit = -p (log p + H)
+    if of_entropy_N1 is None:
+        grad = log_p.exp_().mul_(slope_N1)
+    else:
+        prob = log_p.exp()
+        grad = log_p.add_(entropy_N[:, None]).mul_(of_entropy_N1).add_(slope_N1).mul_(prob)
+    of_target_N1 = -slope_N1 * inside_N[:, None]
+    if is_compiled:  # into the same kernel, which a scatter would not be
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        grad = grad + torch.where(columns == place_N[:, None], of_target_N1, 0)
+    else:
+        grad.scatter_add_(-1, place_N[:, None], of_target_N1)
+    return grad.to(dtype)
 
 
 def chunked_log_probs(

@@ -1,0 +1,115 @@
+"""Compiled parts of a training step against the plain ones. CPUs compile nothing: here they do, with
+a backend that runs the graphs as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchrl_grpo.models import compiled, head
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """Compile on the CPU, and count the graphs by their number of operations."""
+    counts: Counter[int] = Counter()
+
+    def count(graph: Any, example_inputs: Any) -> Any:
+        counts[len(graph.graph.nodes)] += 1
+        return graph.forward
+
+    torch.compiler.reset()
+    monkeypatch.setattr(compiled, "DEVICES", ("cpu",))
+    monkeypatch.setattr(compiled, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
+    for function in (head._add_chunk, head._chunk_gradient):
+        monkeypatch.setattr(function, "_compiled", None)
+    return counts
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the warnings of the compiled functions."""
+    messages: list[str] = []
+    monkeypatch.setattr(compiled.torchrl_logger, "warning", messages.append)
+    return messages
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_head_has_the_same_scores_and_gradients(
+    graphs: Counter[int], monkeypatch: pytest.MonkeyPatch, entropy: bool
+) -> None:
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        inputs = [torch.randn(*size, requires_grad=True) for size in ((30, 8), (203, 8), (203,))]
+        scores = head.chunked_log_probs(
+            *inputs[:2],
+            torch.randint(203, (30,)),
+            bias_V=inputs[2],
+            temperature=0.7,
+            max_chunk_elements=600,
+        )
+        (scores[0].square().sum() + entropy * scores[1].square().sum()).backward()
+        return [*scores, *(x.grad for x in inputs if x.grad is not None)]
+
+    results = run()
+    assert graphs.total() == 2  # one each for all chunks, of which the last is narrower
+    monkeypatch.setattr(compiled, "DEVICES", ())
+    for result, expected in zip(results, run(), strict=True):
+        torch.testing.assert_close(result, expected)
+    assert len(results) == 5
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_function_stays_plain_if_compiling_fails_or_changes_its_results(
+    graphs: Counter[int], warnings: list[str], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    def negate(x: Tensor) -> Tensor:
+        return x if torch.compiler.is_compiling() else -x
+
+    def without_kernel(graph: Any, example_inputs: Any) -> Any:
+        raise ValueError("no kernel")
+
+    if fails:
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=without_kernel))
+    part = compiled.Compiled(negate)
+    assert [part(torch.ones(2)).tolist() for _ in range(2)] == [[-1.0, -1.0]] * 2
+    (warning,) = warnings
+    assert "negate" in warning
+    assert ("no kernel" in warning) == fails
+
+
+def test_only_large_tensors_on_cuda_are_compiled() -> None:
+    assert compiled.DEVICES == ("cuda",)
+    part = compiled.Compiled(lambda x: x + torch.compiler.is_compiling())
+    assert part(torch.ones(compiled.MIN_ELEMENTS)).sum() == compiled.MIN_ELEMENTS
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("entropy", [False, True])
+def test_head_is_compiled_for_a_card(
+    monkeypatch: pytest.MonkeyPatch, warnings: list[str], entropy: bool
+) -> None:
+    monkeypatch.setattr(compiled, "MIN_ELEMENTS", 0)
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        hidden = torch.randn(300, 64, device="cuda").bfloat16().requires_grad_()
+        weight = torch.randn(2003, 64, device="cuda").bfloat16().requires_grad_()
+        targets = torch.randint(2003, (300,), device="cuda")
+        scores = head.chunked_log_probs(hidden, weight, targets, max_chunk_elements=2**17)
+        (scores[0].sum() + entropy * scores[1].sum()).backward()
+        return [*scores, *(x.grad for x in (hidden, weight) if x.grad is not None)]
+
+    results = run()
+    assert not warnings
+    monkeypatch.setattr(compiled, "DEVICES", ())
+    for result, expected in zip(results, run(), strict=True):
+        assert torch.dist(result.float(), expected.float()) < 1e-2 * expected.float().norm()

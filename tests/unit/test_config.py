@@ -36,8 +36,9 @@ CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("*.yaml"))
 @pytest.mark.slow
 def test_defaults_of_every_config_file_are_valid() -> None:
     names = ["grpo_arithmetic", "grpo_countdown", "grpo_gsm8k", "grpo_ifeval", "grpo_math"]
-    names.append("grpo_shapes")
-    assert sorted([*names, "distill_gsm8k", "grpo_gsm8k_qwen3", "sft_gsm8k"]) == CONFIGS
+    names += ["grpo_shapes", "distill_gsm8k", "sft_gsm8k", "grpo_gsm8k_qwen3", "grpo_gsm8k_agent"]
+    names += ["grpo_gsm8k_7b_lora", "grpo_math_7b", "grpo_shapes_qwen2_5_vl"]
+    assert sorted(names) == CONFIGS
     assert [compose_config(name=config).env.dataset for config in CONFIGS] == [
         name.split("_")[1] for name in CONFIGS
     ]

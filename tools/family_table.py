@@ -1,4 +1,4 @@
-"""Write the table of docs/models.md: for each family of models, the distance of our components'
+"""Write the table of docs/families.md: for each family of models, the distance of our components'
 log-probs from the model's own logits.
 
     python tools/family_table.py            # about 20 s per family, because vLLM starts
@@ -24,7 +24,7 @@ from transformers.utils import logging  # noqa: E402
 
 from tests.support.families import FAMILIES, MEASURES  # noqa: E402
 
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "families.md"
 START, END = "<!-- table: tools/family_table.py -->\n", "<!-- end of table -->"
 
 

@@ -21,10 +21,11 @@ from torchrl_grpo.config import GRPOConfig, data, devices, engine, rules
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 HEAD = """# The config's keys
 
-Made by `python tools/make_config_docs.py` from the docstrings in `torchrl_grpo/config/`; edit those. On the command
-line, set a key with `NODE.KEY=VALUE`, as in `optimizer.lr=1e-5`; `null` unsets it. The defaults are those of the code;
-the files in `config/` change some for their tasks, and those in `config/algo/` for the [algorithms](algorithms.md).
-`--cfg job` prints a run's values.
+<!-- Made by python tools/make_config_docs.py from the docstrings in torchrl_grpo/config/: edit those. -->
+
+On the command line, set a key with `NODE.KEY=VALUE`, as in `optimizer.lr=1e-5`; `null` unsets it. The tables have the
+code's defaults. The files in `config/` change some for their tasks, and the ones in `config/algo/` for the
+[algorithms](algorithms.md). `--cfg job` prints a run's values.
 
 The rules of a node are below its keys. A config that breaks one is refused before anything loads, with the key, its
 value and the fix. `ROLE` is `train_model`, `inference_model`, `ref_model` or `teacher`, and `KEY` stands for several

@@ -22,15 +22,16 @@ LIBRARIES = {
 """For each page: whose keys it has, an example of a command, and its tables."""
 HEAD = """# From {title}
 
-Made by `python tools/make_migrate_docs.py` from `torchrl_grpo/extras/peers/`. The command
+<!-- Made by python tools/make_migrate_docs.py from torchrl_grpo/extras/peers/*.toml: edit those. -->
+
+To get the command line of the same run, and what differs:
 
 ```bash
 python -m torchrl_grpo migrate {arguments}
 ```
 
-prints the command line of the same run and says what differs. [From another library](../migrate.md) explains its output
-and lists what differs for every library. A key that is missing here has no equivalent or is ignored. The default in
-parentheses applies if your file omits the key.
+[From another library](../migrate.md) explains the output and lists what differs for every library. A key that is missing
+here has no equivalent or is ignored. The default in parentheses applies if your file omits the key.
 """
 QUANTITIES = {
     "accumulation": "part of `train.optim_batch_size`",

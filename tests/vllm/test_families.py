@@ -1,6 +1,6 @@
 """Model families whose checkpoints name or lay out weights differently, updated in the real vLLM.
 
-``tools/family_table.py`` writes the table of all families in docs/models.md.
+``tools/family_table.py`` writes the table of all families in docs/families.md.
 """
 
 from __future__ import annotations

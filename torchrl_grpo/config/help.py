@@ -8,7 +8,8 @@ GRPO: reinforcement learning of a language model. Set keys as KEY=VALUE.
   --config-name NAME             start from config/NAME.yaml: grpo_arithmetic, grpo_shapes (included
                                  models, minutes on a CPU), grpo_gsm8k (the default),
                                  grpo_gsm8k_qwen3, grpo_math, grpo_ifeval, grpo_countdown,
-                                 distill_gsm8k, sft_gsm8k
+                                 distill_gsm8k, sft_gsm8k; for larger models grpo_gsm8k_7b_lora,
+                                 grpo_math_7b, grpo_shapes_qwen2_5_vl, grpo_gsm8k_agent
   algo=NAME                      objective of a published algorithm: grpo, dapo, dr_grpo, gspo,
                                  gspo_token, cispo, sapo, gmpo, gpg, vespo, luspo, rloo,
                                  reinforce_pp, opo, max_rl, pass_at_k, clip_cov, kl_cov,

@@ -30,7 +30,7 @@ To get the command line of the same run, and what differs:
 python -m torchrl_grpo migrate {arguments}
 ```
 
-[From another library](../migrate.md) explains the output and lists what differs for every library. A key that is missing
+[From another library](../migrate.md) explains the output and lists what differs for every library. A key that is not
 here has no equivalent or is ignored. The default in parentheses applies if your file omits the key.
 """
 QUANTITIES = {
@@ -152,7 +152,7 @@ def _section(table: Table) -> Iterator[str]:
     yield from (f"- {_prose(line)}" for line in table.differs)
     known = read_table(TRL[-1]).rows if table.title.startswith("TRL's") else {}
     if known:
-        yield "- Further keys are those of `GRPOConfig` that are not about groups, rewards or its loss."
+        yield "- Further keys are as for `GRPOConfig`, without groups, rewards and its loss."
     yield ""
     here: dict[str, list[str]] = {}
     for key, row in table.rows.items():

@@ -36,7 +36,7 @@ from torchrl_grpo.tools import tool_message
 
 TOOLS = [
     {"type": "function", "function": {"name": "calculator"}}
-]  # the starter's template writes names alone
+]  # the starter's template writes only names
 P_MISCOPY = 0.2
 STEPS = 1500
 ROWS = {

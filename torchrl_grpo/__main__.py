@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command, or list them.
 
     Args:
-        arguments: the command's name and its arguments; by default those of this process.
+        arguments: the command's name and its arguments; by default this process's.
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     if name in COMMANDS:

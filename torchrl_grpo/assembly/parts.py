@@ -396,7 +396,7 @@ def _entropy_control(policy: PolicyConfig) -> EntropyControl | None:
 
 
 def _autocast_dtype(config: GRPOConfig) -> torch.dtype | None:
-    """Return the dtype in which the training step computes; None for that of the weights."""
+    """Return the dtype in which the training step computes; None for the dtype of the weights."""
     return {"full": None, "bf16": torch.bfloat16, "fp16": torch.float16}[
         config.train.mixed_precision
     ]

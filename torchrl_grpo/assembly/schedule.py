@@ -47,7 +47,7 @@ def writes_of(
         model_bytes: size of one model.
     """
     models = 0 if config.only_evaluates else 1
-    if not config.train_model.lora.enabled:  # adapters alone are small
+    if not config.train_model.lora.enabled:  # adapters are small
         models += schedule.turns(schedule.export_frequency, done)
     return Writes(
         schedule.checkpoints(done),

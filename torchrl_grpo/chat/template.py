@@ -164,7 +164,7 @@ class ChatEncoder:
         return tuple(sorted(tokens, key=lambda token: (-len(token), token)))
 
     def tokens(self, chat: Sequence[Message], **arguments: Any) -> list[int]:
-        """Return a chat's tokens; ``arguments`` are those of ``render``."""
+        """Return a chat's tokens; see ``render`` for ``arguments``."""
         return self.encode([self.render(chat, **arguments)])[0]
 
     def render(self, chat: Sequence[Message], **arguments: Any) -> str:
@@ -173,7 +173,7 @@ class ChatEncoder:
 
         Args:
             chat: messages.
-            **arguments: arguments of the template, in addition to those of the constructor.
+            **arguments: arguments of the template, in addition to the constructor's.
 
         Raises:
             ValueError: the template raises any error or leaves something out (see ``check``), or

@@ -271,7 +271,7 @@ class Sampler:
         """Restore ``state_dict``.
 
         Raises:
-            ConfigError: the transforms are not those of the state.
+            ConfigError: the transforms differ from the state's.
         """
         self.engine.load_state_dict(state)
         for groups, transforms in state.get("transforms", {}).items():

@@ -58,7 +58,7 @@ class WandbConfig(ServiceConfig):
     """Weights & Biases."""
 
     entity: str | None = None
-    """User or team that owns the project; null is that of the key."""
+    """User or team that owns the project; null takes it from the key."""
     tags: list[str] = field(default_factory=list)
     """Tags of the run."""
 

@@ -383,5 +383,5 @@ UNREAD_RULES = (
         unless=lambda c: c.needs_demonstrations or c.teacher.prompt,
     ),
 )
-"""Rules that are checked last: those of ``inference_model.exact``, and of keys that are never read.
+"""Rules that are checked last: for ``inference_model.exact`` and for keys that are never read.
 """

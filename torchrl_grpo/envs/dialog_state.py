@@ -67,7 +67,7 @@ class Sample:
     Attributes:
         turns: indices of its turns in the dialog.
         rewards: the task's reward of each of these turns; None for turns without a reward.
-        text: the messages after its first prompt. Those of other roles than the policy's begin with
+        text: the messages after its first prompt. Messages of roles other than the policy begin with
             ``[role]``.
     """
 

@@ -56,7 +56,7 @@ class Prompts:
         self.problems: Sequence[Problem] = task.problems(split)
         self.image_encoder = image_encoder
         self._tokens: dict[int, Tensor] = {}
-        self._latest: tuple[int, Tensor | Prompt] | None = None  # that of a group in progress
+        self._latest: tuple[int, Tensor | Prompt] | None = None  # of a group in progress
         self._warned = split != "train"  # warn about the training split only
         if task.tools:
             self.of_chat(USER, task.tools)
@@ -98,7 +98,7 @@ class Prompts:
         return self.with_images(ids, self.task.messages(problem))
 
     def with_images(self, ids: list[int], chat: Sequence[Message]) -> Tensor | Prompt:
-        """Return the tokens of a chat with those of its images."""
+        """Return the tokens of a chat, including its images."""
         files = images_in(chat)
         if self.image_encoder is None:
             if files:

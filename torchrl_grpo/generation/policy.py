@@ -160,7 +160,7 @@ class GenerationPolicy(TensorDictModuleBase):
         Args:
             tensordict: any batch size, with ``("tokens", "prompt")`` ([T] int64 per row, without
                 padding); rows may have different lengths. Without ``"group_id"``, rows are grouped
-                by prompt alone.
+                only by prompt.
 
         Returns:
             the same tensordict.

@@ -1,6 +1,6 @@
 """Sampling from logits: the distribution and one draw from it, as pure functions on tensors.
 
-Log-probs are always those of the distribution that the token was drawn from, in float32. A draw
+Log-probs always come from the distribution that the token was drawn from, in float32. A draw
 inverts the cumulative distribution at a uniform random number: with a vocabulary of 32,000 that
 costs half as much as Gumbel noise, and a draw depends only on its own row and number, never on the
 other rows of the batch.

@@ -25,7 +25,7 @@ class StopStrings:
 
     Attributes:
         strings: the stop strings.
-        table: [S, V] int32, the state after a token. State 0 is that of an empty response; the last
+        table: [S, V] int32, the state after a token. State 0 means an empty response; the last
             state is the end, and stays.
 
     Args:

@@ -1,7 +1,7 @@
 """Prompts with images as requests to vLLM.
 
 vLLM never expands our tokens, which it would do twice without an error. Its renderer gets each
-image alone, and the request is composed of our tokens, what it returned, and our pixels.
+image by itself, and the request is composed of our tokens, what it returned, and our pixels.
 """
 
 from __future__ import annotations

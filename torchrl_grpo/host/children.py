@@ -1,4 +1,4 @@
-"""Child interpreters that serve one function. They start faster than those of ``multiprocessing``,
+"""Child interpreters that serve one function. They start faster than processes of ``multiprocessing``,
 which would import the script again.
 """
 

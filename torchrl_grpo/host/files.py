@@ -91,5 +91,5 @@ def is_full(error: BaseException) -> bool:
     """Return whether an error means that a disk or quota is full."""
     full = (errno.ENOSPC, errno.EDQUOT)
     by_number = isinstance(error, OSError) and error.errno in full
-    # The second form is that of Rust, and so of safetensors.
+    # Rust, and so safetensors, uses the second form.
     return by_number or any(f"(os error {number})" in str(error) for number in full)

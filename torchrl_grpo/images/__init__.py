@@ -165,7 +165,7 @@ class EncodedImage:
         hash: of the file and the processor's settings.
         tokens: [L] int64, tokens of the image in a prompt: placeholders, and markers around them.
         is_embed: [L] bool, True on placeholders, whose embeddings are the image's features.
-        inputs: arguments of the model's forward for this image alone, such as ``pixel_values``.
+        inputs: arguments of the model's forward for only this image, such as ``pixel_values``.
     """
 
     file: ImageFile

@@ -28,7 +28,7 @@ class ImageEncoder:
     """Encodes images with the processor of a vision-language model.
 
     Chats are written by the chat template and tokenized like any other. Then the placeholder of
-    each image is replaced by what the processor writes for that image alone. So text cannot forge
+    each image is replaced by what the processor writes for only that image. So text cannot forge
     an image (``ChatEncoder``), and no image is prepared twice.
 
     Args:

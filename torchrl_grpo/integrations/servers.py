@@ -147,7 +147,7 @@ class Server(ABC):
         """Check that the server's log-probs include the temperature.
 
         Raises:
-            ValueError: they are those of temperature 1.
+            ValueError: they are at temperature 1.
         """
         cold, warm = (self.candidates([0], temperature) for temperature in (0.5, 1.0))
         common = sorted(cold.keys() & warm.keys(), key=warm.__getitem__)

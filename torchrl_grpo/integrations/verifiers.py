@@ -120,7 +120,7 @@ def _text(content: Any) -> str:
 
 
 class Verifiers(Program):
-    """Plays the tasks of an environment; the reward is that of the policy's agent.
+    """Plays the tasks of an environment; the reward is the one of the policy's agent.
 
     Args:
         config: of the environment, see ``make_config``.

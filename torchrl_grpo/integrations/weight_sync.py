@@ -158,7 +158,7 @@ class EngineWeightSender:
                 generation_of(policy).register_model(self._model)
 
     def update_weights(self, weights: Any = None) -> None:
-        """Push weights, those of the registered model by default."""
+        """Push weights, by default of the registered model."""
         named = TensorDict(dict(weights_of(self._model if weights is None else weights)))
         for collector in self._collectors:
             collector.update_policy_weights_(named)

@@ -141,7 +141,7 @@ class PassScores:
     def note(self, each: Pass, scores: Mapping[str, Tensor]) -> None:
         """Record the scores of a pass over sequences of the optimization batch.
 
-        Sequences after those of the batch are demonstrations, which are not samples.
+        Sequences after the batch's own are demonstrations, which are not samples.
         """
         if self._first >= self._size:
             return

@@ -36,7 +36,7 @@ ALIGNED = 64
 
 
 def _most_elements(hidden_ND: Tensor, most: int | None) -> int:
-    """Return a bound on the numbers held at once, by default that of the device."""
+    """Return a bound on the numbers held at once, by default the device's bound."""
     device, other = hidden_ND.device, MAX_CHUNK_ELEMENTS["other"]
     limit = MAX_CHUNK_ELEMENTS.get(device.type, other)
     if device.type == "cuda":
@@ -159,7 +159,7 @@ class _ChunkedLogProb(torch.autograd.Function):
     """``log_softmax(hidden @ weight.T / temperature)`` at the targets, and its entropy.
 
     It goes through the vocabulary in chunks, so that each part of the head and of its gradient is
-    touched once. The normalizer is that of the chunks so far.
+    touched once. The normalizer covers the chunks so far.
     """
 
     @staticmethod

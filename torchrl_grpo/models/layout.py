@@ -233,7 +233,7 @@ def _before(end: int, spans: Spans) -> Spans:
 
 
 def _after_first(rows: Rows) -> Tensor:
-    """Return the position of each scored token, of a sequence's first token that of its second."""
+    """Return the position of each scored token, for a sequence's first token its second one's."""
     return rows.position.clamp(min=1)
 
 

@@ -52,7 +52,7 @@ FALLBACK_CHAT_TEMPLATE = (
 
 
 def base_model_of(model: Any) -> Any:
-    """Return the Hugging Face model itself, without peft's wrapper and that of DDP."""
+    """Return the Hugging Face model itself, without the wrappers of peft and DDP."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
     return model.get_base_model() if hasattr(model, "get_base_model") else model

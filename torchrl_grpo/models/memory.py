@@ -26,7 +26,7 @@ class Shape:
 
     Attributes:
         parameters: number of all parameters; tied ones count once.
-        active: number of parameters that a token uses, including those of its experts.
+        active: number of parameters that a token uses, including its experts.
         layers: number of layers.
         hidden: hidden size.
         query_width: size of a token's queries in a layer.
@@ -36,7 +36,7 @@ class Shape:
         tied: whether the embedding is the head.
         adapted: number of parameters of adapters of rank 1.
         vision: shape of the image encoder, whose parameters include its projector's and are part of
-            ``parameters``; None for a model of text alone.
+            ``parameters``; None for a text-only model.
         patches: number of the encoder's patches in a token of an image.
         features: size of an image token's features.
     """

@@ -89,7 +89,7 @@ class Rows:
             tokens_key: of the tokens, [T] int64 in each sequence.
             mask_key: of the mask of the scored tokens, [T] bool.
             images_key: of the images.
-            required: those of ``names`` that the batch must have.
+            required: the ``names`` that the batch must have.
 
         Raises:
             KeyError: the batch has no tokens or no mask, or lacks a required entry.

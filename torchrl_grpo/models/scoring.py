@@ -145,7 +145,7 @@ class TokenScorer(TensorDictModuleBase):
 
     def packs(self, longest: int, images: Sequence[Spans] | None = None) -> bool:
         """Whether sequences of at most ``longest`` tokens are packed: without padding, and each prompt
-        computed once. ``images`` are those of each sequence.
+        computed once. ``images`` has the images of each sequence.
 
         Where not, a warning says why, once.
         """
@@ -266,7 +266,7 @@ class TokenScorer(TensorDictModuleBase):
             return _without_first(layout, call_gathered(self.model, self._states, layout, top_k))
 
     def _states(self, layout: Layout, top_k: int | None) -> Tensor:
-        """Return ``teacher_states`` of the scored tokens alone, [N, E] or [N, 2 K + 1]."""
+        """Return ``teacher_states`` of only the scored tokens, [N, E] or [N, 2 K + 1]."""
         states, weight = self._hidden(layout)
         if top_k is None:
             return states
@@ -655,7 +655,7 @@ class WrapperScorer(TokenScorer):
     ``TokenScorer`` writes, the mask and the behavior log-probs.
 
     Args:
-        wrapper: a ``TransformersWrapper``. Its log-probs are those of temperature 1, whatever it
+        wrapper: a ``TransformersWrapper``. Its log-probs are at temperature 1, whatever it
             samples with.
 
     Raises:

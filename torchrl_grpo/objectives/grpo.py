@@ -81,7 +81,7 @@ class GRPOLoss(PolicyLoss):
 
     Keyword Args:
         objective: the objective of each token; by default, an ``objective_type``.
-        select: selections of tokens, besides those of the other arguments.
+        select: selections of tokens, besides the ones from other arguments.
         clip_epsilon: clip range of the ratio, ``e`` for ``[1 - e, 1 + e]`` or a pair ``(low,
             high)``. Low is in [0, 1] (1 disables the lower bound), high is at least 0. None is that
             of the objective, 0.2 of ``Clip``.
@@ -103,7 +103,7 @@ class GRPOLoss(PolicyLoss):
         behaviour_weight: bound of the factor proximal / sampling probability of the objective:
             ``"truncate"`` and ``"mask"`` are truncated and masked importance sampling; ``"none"``
             is weight 1. See ``OffPolicy``.
-        behaviour_level: whether a weight is that of a ``"token"`` or of its ``"sequence"``.
+        behaviour_level: whether a weight is for a ``"token"`` or for its ``"sequence"``.
         behaviour_cap: largest weight, above 0.
         behaviour_floor: smallest weight, at most the cap; above 0 it bounds weights on both sides.
         rejection: rules that remove tokens and sequences from the objective, but not from the KL

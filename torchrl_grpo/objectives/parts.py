@@ -266,7 +266,7 @@ class Select(Part):
     """A selection of tokens, made once for an optimization batch."""
 
     is_of_loss = False
-    """Whether other tokens leave the whole loss, with all its means; else the objective alone."""
+    """Whether other tokens leave the whole loss, with all its means; else only the objective."""
 
     def forward(self, t: Tokens) -> Tensor | bool:
         """Return the tokens to train, [S] bool, or True for all. They have no scores yet."""

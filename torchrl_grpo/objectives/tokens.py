@@ -17,7 +17,7 @@ from torchrl_grpo.models.segments import Segments, send
 class Tokens:
     """Values of the S tokens that count, by name: ``tokens["advantage"]`` is [S].
 
-    There is no padding and no mask. The names are those of ``loss.set_keys``, and keys of the
+    There is no padding and no mask. The names come from ``loss.set_keys``, and keys of the
     batch, of the entries that the parts of the loss say they read; ``"log_prob"`` and ``"entropy"``
     of the policy that is trained; and, from ``OffPolicy`` on, ``"prox_log_prob"``, ``"ratio"`` and
     ``"behaviour_weight"``.

@@ -24,7 +24,7 @@ class CISPOLoss(GRPOLoss):
     """CISPO (arXiv 2506.13585): the clipped ratio is a weight without gradient, times advantage and
     log-prob.
 
-    The clip bounds are those of the weight. The default has no lower bound and an upper bound of 5;
+    The clip bounds are bounds on the weight. The default has no lower bound and an upper bound of 5;
     with the 0.2 of a clipped surrogate nearly every weight would be at a bound. The clip fractions
     count the tokens with a weight at a bound; these tokens keep their gradient.
 

@@ -108,7 +108,7 @@ def start_trackers(
     """Start the requested loggers.
 
     Args:
-        folders: the run's folder, and that of the run that it resumes.
+        folders: the run's folder, and the folder of the run that it resumes.
         tensorboard: whether TensorBoard's files are wanted; without the package there are none.
         services: as in ``check_logging``.
         config: config of the run, as JSON.

@@ -444,7 +444,7 @@ def start(address: str | None = None) -> Cluster:
     default, which it keeps in ``~/.ray``.
 
     Args:
-        address: ``auto`` (this machine's cluster or that of ``RAY_ADDRESS``) or ``host:port``; None
+        address: ``auto`` (this machine's cluster or ``RAY_ADDRESS``) or ``host:port``; None
             starts a cluster.
 
     Raises:

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class Sweep(Callback):
-    """Hydra callback that gives each start its own folder, and keeps that of a multirun.
+    """Hydra callback that gives each start its own folder, and keeps the folder of a multirun.
 
     Attributes:
         folder: folder of the multirun that this process started; None in a single run, and in a

@@ -1,6 +1,6 @@
 """The built-in arithmetic task: sums and differences of integers. It needs no data and no download.
 
-A seeded generator draws the problems, and a hash of the problem alone decides its split, so no
+A seeded generator draws the problems, and only a hash of the problem decides its split, so no
 problem is ever in both splits, whatever the seed and the difficulty. ``27+58`` and ``58+27`` count
 as one problem.
 

@@ -61,7 +61,7 @@ class ProblemSequence(Sequence[Problem]):
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """Limits of one turn of the policy, in addition to those of the run.
+    """Limits of one turn of the policy, in addition to the run's limits.
 
     Attributes:
         max_tokens: maximum number of tokens; further sampled tokens are cut off. None keeps the
@@ -354,11 +354,11 @@ class Task(ABC):
         return self.tools
 
     def judge(self, dialog: Dialog) -> Score:
-        """Return the score of a finished dialog; by default that of ``score``."""
+        """Return the score of a finished dialog, by default from ``score``."""
         return self.score(dialog.problem, dialog.responses)
 
     def reply(self, dialog: Dialog) -> list[Message] | None:
-        """Return the messages after the latest turn, None if the dialog is over; by default that of
+        """Return the messages after the latest turn, None if the dialog is over; by default from
         ``next_turn``.
         """
         message = self.next_turn(dialog.problem, dialog.responses)

@@ -88,7 +88,7 @@ class WithTools(WrappedTask):
 class WithRetry(WrappedTask):
     """A task whose policy may retry after a wrong answer while it has turns left.
 
-    The dialog's score is that of the last attempt.
+    The dialog's score is the score of the last attempt.
 
     Args:
         task: the task, whose ``Score.correct`` decides whether an answer is wrong.

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class SetsOfProblems(MixedProblems):
-    """A task's own test problems, followed by those of the test sets."""
+    """A task's own test problems, followed by the test sets' problems."""
 
 
 class WithTests(MixedTask):
@@ -42,7 +42,7 @@ class WithTests(MixedTask):
         self.part_weights = task.part_weights
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """Return the problems of a split; ``"test"`` includes those of each test set."""
+        """Return the problems of a split; ``"test"`` includes the problems of each test set."""
         if split == "train":
             return self.task.problems(split)
         try:

@@ -94,7 +94,7 @@ class GroupAdvantage(BatchTransform):
 
     With ``part_weights`` the parts of the reward are normalized one by one, then summed by weight,
     and the sums normalized over the batch: GDPO (arXiv 2601.05242), see ``decoupled_advantage``.
-    The parts are those of a trajectory's last step.
+    The parts come from a trajectory's last step.
 
     In a replay buffer a group may get more members than ``repeats`` to choose from, and be dropped
     where no choice has a mean return within bounds, as in TorchRL's ``MCAdvantage``: see there for
@@ -107,7 +107,7 @@ class GroupAdvantage(BatchTransform):
 
     Attributes:
         num_groups: groups completed so far.
-        num_zero_variance_groups: those of them in which every advantage is 0.
+        num_zero_variance_groups: how many of them have only advantages of 0.
         num_invalid: trajectories of these groups that have no valid reward.
         queue: the trajectories that wait in a replay buffer, and their counts.
 

@@ -29,7 +29,7 @@ class RewardShaping(BatchTransform):
     has ``("next", "turn_rewards")``, each turn keeps ``scale`` times its reward, and the last
     sampled token gets the difference to the shaped reward: bias, penalty and the effect of the
     clip. So the token rewards of a sequence add up to its shaped reward. In a sequence without a
-    sampled token they are 0, and the shaped reward is that of the task. Both are 0 where
+    sampled token they are 0, and the shaped reward is the task's reward. Both are 0 where
     ``"reward_valid"`` is False. If a trajectory has several samples, the last one gets the task's
     reward with scale, bias, clip and penalty, and each gets its own KL; their sum is the
     trajectory's shaped reward. ``("next", "reward")`` does not change, and ``GroupAdvantage`` reads

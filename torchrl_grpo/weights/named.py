@@ -296,7 +296,7 @@ def check_weights(
     model: str,
     optional: Collection[str] = (),
 ) -> None:
-    """Check that weights are those of a model, each exactly once.
+    """Check that weights belong to a model, each exactly once.
 
     Args:
         layout: name and shape of each weight.

@@ -44,7 +44,7 @@ def main(
     Args:
         arguments: arguments on the command line; by default this process's.
         file: where to print; standard output by default.
-        width: columns; by default those of the terminal.
+        width: columns; by default the terminal's.
     """
     options = parse(arguments)
     with orderly_exit():

@@ -271,7 +271,7 @@ class Workload:
 
     def train_s(self, gpu: Gpu, ranks: int) -> float:
         """Return the seconds of training one batch on a number of devices."""
-        backward = 1 if self.lora else 2  # adapters alone: no gradients of other weights
+        backward = 1 if self.lora else 2  # only adapters: no gradients of other weights
         passes = (1 + backward + self.step.checkpoints) * self.passes + self.recomputes
         passes += self.learner_scores
         sequences = self.groups * self.group_size
@@ -359,7 +359,7 @@ class Workload:
         return token_cache_bytes(self.shape, self.engine_number)
 
     def sync_s(self, gpu: Gpu) -> float:
-        """Return the seconds of a publish, which are also those of an update."""
+        """Return the seconds of a publish, which an update takes too."""
         num_bytes = (self.trained if self.lora else self.shape.parameters) * self.engine_number
         return num_bytes / (min(gpu.network, gpu.pcie) if self.broadcast else STORE_RATE)
 

@@ -18,7 +18,7 @@ from torchrl_grpo.reporting.signal import Signal, no_signal
 
 Row = Mapping[str, Any]
 NamedTexts = Iterator[tuple[str, str]]
-"""Names and texts of alarms; a name is that of a row in the docs and, after a slash, its subject.
+"""Names and texts of alarms; a name is a row's name in the docs and, after a slash, its subject.
 """
 
 _FEW, _SOME, _MANY = 5, 10, 20

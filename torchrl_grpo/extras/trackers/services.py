@@ -337,7 +337,7 @@ def check_service(name: str, settings: Mapping[str, Any]) -> None:
 def start_service(
     name: str, folders: Sequence[Path], settings: Mapping[str, Any], config: str
 ) -> Tracker:
-    """Start a service; the arguments are those of ``start_trackers``."""
+    """Start a service; see ``start_trackers`` for the arguments."""
     run = settings["name"] or folders[0].resolve().name
     return _SERVICES[name](folders, settings, run, config)
 

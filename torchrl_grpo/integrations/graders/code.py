@@ -1,6 +1,6 @@
 """Code: the share of a problem's tests that the program in a response passes, run in isolation.
 
-Tests are those of MBPP (arXiv:2108.07732), HumanEval (arXiv:2107.03374), APPS and verl's
+Tests have the forms of MBPP (arXiv:2108.07732), HumanEval (arXiv:2107.03374), APPS and verl's
 ``prime_code`` (arXiv:2105.09938), and LiveCodeBench (arXiv:2403.07974); see ``read_tests``.
 """
 

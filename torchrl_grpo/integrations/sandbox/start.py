@@ -29,7 +29,7 @@ sched_setaffinity, sched_setattr);
 the number of prlimit64, which is allowed only for the process's own limits; and that of socket.
 """
 _FAMILIES = 1, 2, 10
-"""Allowed socket families: local ones, and those of the network, which does not exist. Sockets of
+"""Allowed socket families: local ones, and network ones, though there is no network. Sockets of
 virtual machines could reach the host.
 """
 

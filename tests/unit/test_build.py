@@ -23,6 +23,7 @@ from tests.support.runs import at, state_in, whole_state_of
 from torchrl_grpo.assembly import layouts
 from torchrl_grpo.assembly import prepare as prepare_module
 from torchrl_grpo.assembly import run as run_module
+from torchrl_grpo.assembly.geometry import geometry_rows
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.assembly.shares import shares
@@ -252,6 +253,13 @@ def test_the_plan_table_lists_the_devices_and_what_one_of_them_holds() -> None:
         "cuda:0",
     ]
     assert [row[2] for row in four[1:]] == [2, 2]  # the engine's tensor_parallel_size is 1
+
+
+def test_the_batch_geometry_counts_the_tokens_of_all_turns() -> None:
+    config = compose_config(*SMALL, "env.max_turns=3", "inference_model.max_new_tokens=5")
+    rows = {row["quantity"]: (row["per step"], row["whole run"]) for row in geometry_rows(config)}
+    assert rows["response tokens (max)"] == (16 * 3 * 5, 32 * 3 * 5)
+    assert rows["steps (weight syncs)"] == (1, 2)
 
 
 def test_vllm_use_v1_is_answered_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

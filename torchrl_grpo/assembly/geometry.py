@@ -15,7 +15,7 @@ class Geometry:
 
     Attributes:
         samplers: number of samplers.
-        groups_at_a_time: groups that a sampler's environments hold.
+        groups_at_a_time: groups that an engine samples at a time, of one task or of several.
         task_groups: groups in a rollout task.
         concurrent_tasks: tasks that a sampler plays at a time.
         in_flight: what happens to tasks in progress when weights arrive; see ``AsyncVLLMEngine``.
@@ -32,15 +32,13 @@ def geometry_rows(config: GRPOConfig) -> list[dict[str, Any]]:
     """Return the batch geometry: the sizes of one step and of the whole run."""
     batch, steps = config.dialog_turns_per_batch, config.num_batches
     per_step = {
+        "steps (weight syncs)": 1,
         "sequences": batch,
         f"groups of {config.env.repeats}": config.groups_per_batch,
         "optimizer steps": config.optim_steps_per_batch,
-        "response tokens (max)": batch * config.inference_model.max_new_tokens,
+        "response tokens (max)": batch * config.max_response_tokens,
     }
-    rows: list[dict[str, Any]] = [
-        {"quantity": "steps (weight syncs)", "per step": 1, "whole run": steps}
-    ]
-    return rows + [
+    return [
         {"quantity": name, "per step": value, "whole run": value * steps}
         for name, value in per_step.items()
     ]

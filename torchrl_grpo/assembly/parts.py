@@ -30,7 +30,7 @@ from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.policy import PolicyConfig
 from torchrl_grpo.config.teacher import OWN_MODEL
-from torchrl_grpo.generation.base import Engine, engine_class
+from torchrl_grpo.generation.base import Engine, SamplingParams, engine_class
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.out_of_memory import memory_short
@@ -201,20 +201,20 @@ def make_sampler(
         number: index of the sampler.
         device: device of its engine, the first one if it has several.
     """
-    config = context.config
+    config, params = context.config, context.params
     say(f"starting the engine: {config.inference_model.backend}")
     geometry = context.geometry
     # A task, an update and an evaluation may then be calls at the same time.
     concurrent = context.distributed and not context.turns
     engine = make_engine(context, device or own_device(), concurrent=concurrent, number=number)
-    policy = GenerationPolicy(engine, context.params, rescore=_rescorer(config, engine))
+    policy = GenerationPolicy(engine, params, rescore=_rescorer(config, engine))
 
     demonstrations = None
     if config.needs_demonstrations:
         demonstrations = Demonstrations(
             context.train_env,
             engine,
-            context.params.stop_token_ids,
+            params.stop_token_ids,
             most=config.inference_model.max_new_tokens,
             longest=context.max_sequence_tokens,
         )
@@ -228,14 +228,14 @@ def make_sampler(
     evaluator = None
     if context.tests is not None:
         evaluation = config.evaluation
-        sampled = replace(
-            context.params,
-            temperature=evaluation.temperature or context.params.temperature,
+        sampled = SamplingParams(
+            params.max_new_tokens,
+            temperature=evaluation.temperature or params.temperature,
             top_p=evaluation.top_p,
             top_k=evaluation.top_k,
             min_p=evaluation.min_p,
-            return_kept=False,
-            return_kept_log_probs=False,
+            stop_token_ids=params.stop_token_ids,
+            stop=params.stop,
         )
         evaluator = Evaluator(
             engine,
@@ -250,7 +250,7 @@ def make_sampler(
         engine,
         make_collector,
         evaluator,
-        context.params,
+        params,
         prompts,
         groups_at_a_time=min(geometry.task_groups, geometry.groups_at_a_time),
         overlapping=geometry.concurrent_tasks > 1,

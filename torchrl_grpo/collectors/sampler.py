@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -245,13 +245,13 @@ class Sampler:
         """
         self._wake()
         with preserve_rng(self.engine):
-            params = replace(
-                self.params,
-                top_k=0,
-                top_p=1.0,
-                min_p=0.0,
-                return_kept=False,
-                return_kept_log_probs=False,
+            # Without what restricts the tokens, because the trainer scores the whole distribution.
+            params = self.params
+            params = SamplingParams(
+                params.max_new_tokens,
+                params.temperature,
+                stop_token_ids=params.stop_token_ids,
+                stop=params.stop,
             )
             return sample_probe(self.engine, self.probe_prompts, params)
 

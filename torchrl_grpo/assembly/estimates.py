@@ -68,7 +68,7 @@ def step_setup(config: GRPOConfig) -> StepSetup:
     train, model = config.train, config.train_model
     master = BYTES[model.dtype]
     return StepSetup(
-        tokens=1 if config.inference_model.exact else train.micro_batch_tokens,
+        tokens=config.pass_tokens,
         sequences=config.optim_batch_size,
         passes=1,
         number=master if train.mixed_precision == "full" else 2,

@@ -174,7 +174,7 @@ def make_trainer(
         scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
         optim_batch_size=config.optim_batch_size,
         epochs=config.train.epochs,
-        micro_batch_tokens=1 if config.inference_model.exact else config.train.micro_batch_tokens,
+        micro_batch_tokens=config.pass_tokens,
         autocast_dtype=_autocast_dtype(config),
         clip_grad_norm=settings.clip_grad_norm,
         max_nonfinite_steps=config.train.max_nonfinite_steps,
@@ -381,7 +381,7 @@ def _load_scorer(
 
 
 def _passes(config: GRPOConfig) -> dict[str, Any]:
-    """Return the size and precision of scoring passes, which are the trainer's."""
+    """Return the size of scoring passes, and their precision, which is the trainer's."""
     return {
         "max_tokens": config.train.micro_batch_tokens,
         "autocast_dtype": _autocast_dtype(config),

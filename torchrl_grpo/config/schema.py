@@ -84,6 +84,11 @@ class GRPOConfig:
         return self.inference_model.max_new_tokens * self.env.max_turns
 
     @property
+    def pass_tokens(self) -> int:
+        """Maximum number of tokens in a pass of training; 1 gives each sequence its own pass."""
+        return 1 if self.inference_model.exact else self.train.micro_batch_tokens
+
+    @property
     def optim_steps_per_batch(self) -> int:
         """Optimizer steps between two weight syncs."""
         return self.dialog_turns_per_batch // self.optim_batch_size * self.train.epochs
@@ -233,7 +238,7 @@ LENGTHS = ("train.total_dialog_turns", "train.total_epochs", "train.total_steps"
 """Keys for the length of a run, one of which is used."""
 
 RETRY_PROMPT = "That answer is not right. Think again, step by step, and give another one."
-"""Meaning of ``env.reasoning``."""
+"""The ``env.retry_prompt`` of ``env.reasoning=true``."""
 
 COMPONENTS = ("policy.loss", "policy.advantage", "env.task")
 """Nodes that name a class as ``_target_``, with arguments beside it."""
@@ -256,7 +261,7 @@ ADVANTAGES = ("torchrl_grpo.transforms.GroupAdvantage",)
 """The package's own classes for ``policy.loss`` and ``policy.advantage``."""
 
 ENTRY_FIELDS: dict[str, Any] = {name: item for name, item, _ in leaves(DatasetConfig())}
-"""The same of an entry of ``env.datasets``."""
+"""The dataclass field of every key of an entry of ``env.datasets``, by its dotted name."""
 
 FIELDS: dict[str, Any] = {name: item for name, item, _ in leaves(GRPOConfig())}
 """The dataclass field of every key by its dotted name."""

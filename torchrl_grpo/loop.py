@@ -143,7 +143,7 @@ class Schedule:
         """Return the number of steps that remain after ``done`` steps."""
         return max(0, self.num_batches - done)
 
-    def turns(self, frequency: int, done: int) -> int:
+    def num_due(self, frequency: int, done: int) -> int:
         """Return how many steps after ``done`` and before the last one are multiples of
         ``frequency``.
         """
@@ -151,7 +151,7 @@ class Schedule:
 
     def checkpoints(self, done: int) -> int:
         """Return the number of checkpoints that a run writes after ``done`` steps."""
-        return self.turns(self.checkpoint_frequency, done) + bool(self.left(done))
+        return self.num_due(self.checkpoint_frequency, done) + bool(self.left(done))
 
     def leaves_time_for(self, seconds: float) -> bool:
         """Return whether a step of this many seconds ends before the time limit."""

@@ -33,11 +33,13 @@ def test_the_schedule_counts_what_a_run_does_step_by_step(done: int) -> None:
     assert schedule.checkpoints(done) == len(
         [step for step in steps if schedule.saves(step) or step == 11]
     )
-    assert schedule.turns(2, done) == len(
+    assert schedule.num_due(2, done) == len(
         [step for step in steps if schedule.evaluates(step) and step != 11]
     )
-    assert schedule.turns(11, done) == len([step for step in steps if schedule.exports(step)]) == 0
-    assert Schedule(11).checkpoints(done) == (done < 11) and Schedule(11).turns(0, done) == 0
+    assert (
+        schedule.num_due(11, done) == len([step for step in steps if schedule.exports(step)]) == 0
+    )
+    assert Schedule(11).checkpoints(done) == (done < 11) and Schedule(11).num_due(0, done) == 0
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def writes_of(
     """
     models = 0 if config.only_evaluates else 1
     if not config.train_model.lora.enabled:  # adapters are small
-        models += schedule.turns(schedule.export_frequency, done)
+        models += schedule.num_due(schedule.export_frequency, done)
     return Writes(
         schedule.checkpoints(done),
         checkpoint_bytes,

@@ -227,8 +227,8 @@ def _check_device(context: Context, device: torch.device, total: int) -> None:
     engine = roles.pop("inference", None)
     holds = {purpose: amount for role in roles.values() for purpose, amount in role.minimum.items()}
     kind = engine_class(context.config.inference_model.backend)
-    share = kind.device_share(context.engine_request)
-    if engine is None or share is None:
+    reserved = kind.device_share(context.engine_request)
+    if engine is None or reserved is None:
         holds |= {} if engine is None else engine.minimum
         if sum(holds.values()) > total:
             raise ConfigError(
@@ -241,7 +241,7 @@ def _check_device(context: Context, device: torch.device, total: int) -> None:
         holds.pop("gradients", None)
     weights = sum(engine.minimum.values())
     free_share = 1 - sum(holds.values()) / total
-    if share > free_share or share < weights / total:
+    if not weights / total <= reserved <= free_share:
         lower = math.ceil(weights / total * 100) / 100
         upper = math.floor(free_share * 100) / 100
         others = f" beside {in_words(holds)}" if holds else ""
@@ -251,7 +251,7 @@ def _check_device(context: Context, device: torch.device, total: int) -> None:
             else "more devices"
         )
         raise ConfigError(
-            f"inference_model.gpu_memory_utilization={share:g} must be a share of {device} that "
+            f"inference_model.gpu_memory_utilization={reserved:g} must be a share of {device} that "
             f"holds the engine's {size(weights)} of weights and fits{others}, but "
-            f"that is {size(share * total)} of {size(total)}: use {fix}, {_MEMORY_SAVERS}."
+            f"that is {size(reserved * total)} of {size(total)}: use {fix}, {_MEMORY_SAVERS}."
         )

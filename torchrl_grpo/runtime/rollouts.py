@@ -104,11 +104,10 @@ class Rollouts:
         self._together = together
         self._turns = turns
         self._evaluates = evaluates
-        self._trains = False  # it is the learner's turn
+        self._learners_turn = False
         self._starting = 0  # samplers that are being made
-        self._handles: dict[
-            int, Any
-        ] = {}  # the published one, and older ones that samplers still read
+        # By version: the published one, and older ones that samplers still read.
+        self._handles: dict[int, Any] = {}
         self._reference_weights: Any = None
         self._update_s = 0.0
         self._metrics: dict[str, float] = {}
@@ -230,7 +229,7 @@ class Rollouts:
             for sampler in self.samplers:
                 sampler.version = None
         self._handles[version], self.published = handle, version
-        self._trains = False
+        self._learners_turn = False
         self.tasks.buffer.publish(version)
         self._release_old()
         self._driver.notify()
@@ -271,7 +270,7 @@ class Rollouts:
 
     async def _end_turn(self) -> None:
         """Have all samplers free their devices for the learner."""
-        self._trains = True
+        self._learners_turn = True
 
         def settled() -> bool:
             return not self._starting and all(
@@ -331,7 +330,7 @@ class Rollouts:
             await self._driver.until(
                 lambda: all(worker.ready for worker in [*self.references, *self.teachers])
             )
-        await self._driver.until(lambda: not self._trains)
+        await self._driver.until(lambda: not self._learners_turn)
         worker.version = worker.updating = None
         self._starting += 1
         try:
@@ -365,7 +364,7 @@ class Rollouts:
         """Return the version that a sampler should load now; None if there is none."""
 
         def may_update(other: Worker) -> bool:
-            return not self._trains and (self._in_flight != "wait" or not other.tasks)
+            return not self._learners_turn and (self._in_flight != "wait" or not other.tasks)
 
         version = self.published
         if not self._together or sampler.restarts:

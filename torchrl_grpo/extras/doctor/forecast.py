@@ -139,7 +139,7 @@ def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
     schedule = schedule_of(config)
     done = measured.steps_done
     steps = schedule.left(done)
-    between = schedule.turns(schedule.evaluation_frequency, done)
+    between = schedule.num_due(schedule.evaluation_frequency, done)
     evaluations = (2 if steps else 1) if evaluation.num_prompts else 0
     writes = writes_of(config, schedule, done, measured.checkpoint_bytes, measured.model_bytes)
     written = writes.checkpoints * writes.checkpoint_bytes + writes.models * writes.model_bytes

@@ -72,7 +72,8 @@ def prepare(
         make_files_absolute(config)
         _check_algorithm(config)
         check_loggers(config)
-        # Processes on several GPUs take turns if nothing is sampled while the learner trains.
+        # Roles on shared devices take turns in one process; in several processes on several GPUs
+        # if nothing is sampled while the learner trains; and never in several processes on one GPU.
         in_turns = max_staleness == 0 if plan.distributed else not distributed
         context = Context(
             config,

@@ -497,7 +497,11 @@ def _base_env(env: EnvBase) -> EnvBase:
 
 
 _BEFORE = ("next", "done", "terminated", "truncated", "correct", "history", keys.LENGTH_STOPPED)
+"""Entries of a transition from before its step: a sequence has those of "next", or none."""
 _OF_SEQUENCE = (keys.REWARD_VALID, keys.ADVANTAGE)
+"""Entries that an environment writes under "next", as all of its entries, and a sequence has at the
+top.
+"""
 _ROUNDING = 1e-6
 """Relative rounding error of float32 sums, so that equal rewards stay equal."""
 _MOST_ROWS = 2**16
@@ -521,14 +525,15 @@ def _trajectories(
     Raises:
         RuntimeError: a later turn did not keep the tokens of an earlier one.
     """
-    nxt = steps[-1].get("next")
-    out = steps[-1].exclude(*_BEFORE).set("text", nxt.get("text"))
-    for key in _OF_SEQUENCE:  # environments write all of their entries under "next"
-        if nxt.get(key, None) is not None:
-            out.set(key, nxt.get(key))
+    # Of each row the latest turn and the outcome: a whole sequence if there is only one turn.
+    after = steps[-1].get("next")
+    latest = steps[-1].exclude(*_BEFORE).set("text", after.get("text"))
+    for key in _OF_SEQUENCE:
+        if after.get(key, None) is not None:
+            latest.set(key, after.get(key))
     repeated = ("tokens", "masks", "text", "history", keys.IMAGES, *_OF_SEQUENCE)
-    out.set("next", nxt.exclude(*repeated))
-    rows = out.set(keys.NEXT_POLICY_VERSION, out.get(keys.POLICY_VERSION)).unbind(0)
+    latest.set("next", after.exclude(*repeated))
+    rows = latest.set(keys.NEXT_POLICY_VERSION, latest.get(keys.POLICY_VERSION)).unbind(0)
     has_feedback = any(state.outcome.feedback for state in states)
     for trajectory, state in zip(rows, states, strict=True):
         if has_feedback:
@@ -537,6 +542,7 @@ def _trajectories(
             trajectory.set(keys.REWARD_ERROR, NonTensorData(state.outcome.error))
     if len(steps) == 1:
         return rows
+    # Then the samples of each row, with the tokens of all of their turns.
     samples = [state.samples() for state in states]
     several = any(len(of_dialog) > 1 for of_dialog in samples)
     unbound = [step.unbind(0) for step in steps]

@@ -56,8 +56,8 @@ class DevicePlan:
         train: the trained model's devices, one for each rank of the learner.
         inference: the devices of each engine.
         reference: the reference model's devices, each with a full copy; empty without such a model.
-        colocated: whether the engine shares its accelerator, and must release its memory while
-            other roles work.
+        colocated: whether the engine shares its accelerator with another role. ``Context.turns``
+            says whether it then releases its memory while the other one works.
         teacher: the same for the teachers, in turn: teacher 0, teacher 1, ..., teacher 0 again.
         num_teachers: number of different teachers.
     """

@@ -167,7 +167,9 @@ class TaskQueue:
         return self._group_size * len(groups)
 
     def _should_resample(self, group: GroupReport) -> bool:
-        """Return whether another problem replaces this group, which has no learning signal."""
+        """Count a played group. Return whether another problem replaces it, because it has no learning
+        signal.
+        """
         if self._most_played is None:
             return False
         self._dynamic["played"] += 1

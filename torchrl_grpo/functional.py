@@ -312,10 +312,10 @@ def kl_k2(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def kl_k3(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Estimator k3 of KL(p || q) at samples of p: ``q/p - 1 - log(q/p)``. Unbiased, never negative.
+    """Estimator k3 of KL(p || q) at samples of p: ``q/p - 1 - log(q/p)``, where ``log(q/p)`` is
+    clamped to [-20, 20]. Unbiased but for that, never negative.
 
-    This is the KL term of GRPO (arXiv 2402.03300, equation 4). The log-ratio is clamped to
-    ``MAX_LOG_RATIO``.
+    This is the KL term of GRPO (arXiv 2402.03300, equation 4).
     """
     log_ratio = (log_q - log_p).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio.exp() - 1 - log_ratio
@@ -332,7 +332,7 @@ expectation.
 
 
 def importance_ratio(log_prob: Tensor, sample_log_prob: Tensor) -> Tensor:
-    """Return ``cur / sample`` per token; the log-ratio is clamped to ``MAX_LOG_RATIO``."""
+    """Return ``cur / sample`` per token; the log-ratio is clamped to [-20, 20]."""
     return (log_prob - sample_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

@@ -671,7 +671,7 @@ def test_a_custom_loss_and_advantage_are_found_by_name(
         ),
         (
             "policy.loss._target_=torch.nn.Linear",
-            r"policy\.loss\._target_=torch\.nn\.Linear must be a subclass of GRPOLoss or Surrog",
+            r"_target_=torch\.nn\.Linear must be a subclass of GRPOLoss or Surrogate: .* other parts \(",
         ),
         (
             f"policy.loss._target_={ROOT}/examples/my_algorithm.py:Reinforced",
@@ -686,6 +686,13 @@ def test_a_custom_loss_and_advantage_are_found_by_name(
 def test_a_bad_name_is_refused_before_anything_loads(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare(compose_config(*SMALL, override))
+
+
+def test_the_bounds_of_a_surrogate_are_those_of_the_config() -> None:
+    surrogate = "policy.loss._target_=torchrl_grpo.objectives.Clip"
+    prepare(compose_config(*SMALL, surrogate, "policy.clip_epsilon=[0.2,0.28]"))
+    with pytest.raises(ConfigError, match=r"policy\.loss\.high=0\.28 must be left out, .*clip_eps"):
+        prepare(compose_config(*SMALL, surrogate, "+policy.loss.high=0.28"))
 
 
 def one_token(reference: bool = True) -> TensorDict:

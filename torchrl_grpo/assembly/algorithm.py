@@ -12,6 +12,7 @@ from torchrl.envs import Transform
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.components import make_component
 from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.objectives import GRPOLoss, Surrogate
 from torchrl_grpo.rewards.spec import PartWeights
 from torchrl_grpo.transforms.advantage import GroupAdvantage
@@ -41,7 +42,7 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
     """Make the loss of a config, around an actor network.
 
     Raises:
-        ConfigError: the class does not accept these settings.
+        ConfigError: the class does not accept these settings, or others determine them.
         ValueError: a setting is out of range.
     """
     policy = config.policy
@@ -49,7 +50,7 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
     # recompute.
     needs_pass = config.optim_steps_per_batch > 1 or policy.top_entropy_quantile < 1
     once = policy.proximal == "recomputed" and not needs_pass
-    return make_component(
+    loss = make_component(
         "policy.loss",
         policy.loss,
         GRPOLoss,
@@ -66,6 +67,13 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
         sft_coeff=policy.sft_coef,
         **{name: getattr(policy, name) for name in _SAME_NAMES},
     )
+    if type(loss) is GRPOLoss and (bounds := {"low", "high"} & {*policy.loss}):
+        raise ConfigError(
+            f"policy.loss.{min(bounds)}={policy.loss[min(bounds)]} must be left out, because "
+            "policy.clip_epsilon sets the bounds of a Surrogate: use "
+            "policy.clip_epsilon=[low, high]."
+        )
+    return loss
 
 
 def batch_transforms(

@@ -49,10 +49,13 @@ def make_component(
     is_class = isinstance(factory, partial) and isinstance(factory.func, type)
     is_part = is_class and part is not None and issubclass(factory.func, part[1])
     if not is_part and not (is_class and issubclass(factory.func, base)):
-        or_part = "" if part is None else f" or {part[1].__name__}"
+        or_part = others = ""
+        if part is not None:
+            or_part = f" or {part[1].__name__}"
+            others = ", whose __init__ takes other parts (docs/tutorials/own_loss.md)"
         raise ConfigError(
             f"{field}._target_={name} must be a subclass of {base.__name__}{or_part}: derive it "
-            f"from {base.__module__}."
+            f"from {base.__module__}.{base.__name__}{others}."
         )
     try:
         if is_part and part is not None:

@@ -128,6 +128,12 @@ class Rows:
     def _at_scored(self, name: NestedKey, column: list[Tensor]) -> Tensor:
         """Return an entry, of which each sequence has a tensor, at each scored token."""
         fill = _OF_SAMPLED.get(name)
+        if any(isinstance(value, TensorDictBase) for value in column):
+            raise ValueError(
+                f"entry {name!r} must be a tensor, but has entries of its own: use the whole key, "
+                "and in in_keys of a part a tuple of keys, such as "
+                '(("other", "log_probs"), "staleness").'
+            )
         sizes = torch.tensor(
             [value.shape[0] if value.ndim else 0 for value in column], device="cpu"
         )

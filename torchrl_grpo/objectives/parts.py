@@ -47,11 +47,11 @@ class Part(nn.Module):
 
 
 class Surrogate(Part):
-    """The objective of each token, to be maximized.
+    """The objective of each token, to be maximized; ``clip_epsilon`` of the loss sets its bounds.
 
     Args:
-        low: distance of the lower clip bound below 1; with ``high``, this is set by ``clip_epsilon``
-            of a loss.
+        low: distance of the lower clip bound below 1; with ``high``, ``clip_epsilon`` of a loss
+            replaces it, which the scripts always set.
         high: distance of the upper one above 1.
 
     Example:
@@ -263,10 +263,14 @@ class LogLikelihood(Surrogate):
 
 
 class Select(Part):
-    """A selection of tokens, made once for an optimization batch."""
+    """A selection of the tokens that the objective trains or, with ``is_of_loss = True``, that the
+    whole loss counts, made once for an optimization batch.
+    """
 
     is_of_loss = False
-    """Whether other tokens leave the whole loss, with all its means; else only the objective."""
+    """Whether other tokens leave the whole loss, with all its means; else they leave the objective,
+    but not the KL and entropy terms and the numbers that means divide by.
+    """
 
     def forward(self, t: Tokens) -> Tensor | bool:
         """Return the tokens to train, [S] bool, or True for all. They have no scores yet."""
@@ -370,7 +374,7 @@ def _check_share(share: float) -> None:
 
 
 class Term(Part):
-    """A term of the loss besides the objective, ``loss_`` and its name.
+    """A term of the loss besides the objective, ``loss_`` and its ``name``, which is its own.
 
     Args:
         coeff: its weight, at least 0; at 0 (or None) it has only metrics, if the batch has what it

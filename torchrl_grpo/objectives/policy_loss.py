@@ -331,7 +331,10 @@ class PolicyLoss(LossModule):
             flags = ~t["is_demonstration"].bool()
         for select in self.select:
             if select.active and select.is_of_loss == of_loss:
-                flags = flags & select(t)
+                chosen = select(t)
+                if not isinstance(chosen, bool):
+                    t.checked(chosen, select, torch.bool)
+                flags = flags & chosen
         return flags
 
     def _prepare(self, t: Tokens, every: Tokens, trajectory: Tensor | None = None) -> None:
@@ -430,7 +433,7 @@ class PolicyLoss(LossModule):
         """Return the loss terms and the metrics of the tokens that count."""
         correction = self.off_policy(t)
         advantage, ratio, trained = t["advantage"], t["ratio"], t["token_roles"]
-        objective = self.objective(t)
+        objective = t.checked(self.objective(t), self.objective)
         if self.dual_clip is not None:
             bounded = torch.maximum(objective, self.dual_clip * advantage)
             objective = torch.where(advantage < 0, bounded, objective)
@@ -452,9 +455,15 @@ class PolicyLoss(LossModule):
         for term in self.terms:
             if all(name in t for name in term.in_keys):
                 value, metrics = term(t)
+                added = {f"loss_{term.name}"} if term.active else set[str]()
+                if wrong := (out.keys() & added) | {n for n in metrics if n.startswith("loss_")}:
+                    raise ValueError(
+                        f"{type(term).__name__} adds {', '.join(sorted(wrong))}, but a name of a term "
+                        "must be its own, and a name of a metric must not begin with loss_: rename it."
+                    )
                 out |= metrics
-                if term.active:
-                    out[f"loss_{term.name}"] = term.coeff * t.weighted_sum(value)
+                for name in added:
+                    out[name] = term.coeff * t.weighted_sum(t.checked(value, term))
         out["clip_fraction"] = out["clip_fraction_low"] + out["clip_fraction_high"]
         if "kl_k1_to_inference" in out:
             out["kl_approx"] = -out["kl_k1_to_inference"]

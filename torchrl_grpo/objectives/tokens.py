@@ -34,8 +34,34 @@ class Tokens:
     totals: dict[NestedKey, Tensor] = field(default_factory=dict)
 
     def __getitem__(self, name: NestedKey) -> Tensor:
-        """Return the value of each token, [S]."""
+        """Return the value of each token, [S].
+
+        Raises:
+            KeyError: no part has it in ``in_keys``, or it is not known yet.
+        """
+        if name not in self.values:
+            raise KeyError(
+                f"the tokens have no {name!r}, only {', '.join(map(repr, self.values))}: if the "
+                "batch has it, name it in in_keys of the part. A Select has no scores (log_prob, "
+                "entropy) and no ratio."
+            )
         return self.values[name]
+
+    def checked(self, values: Tensor, part: object, dtype: torch.dtype | None = None) -> Tensor:
+        """Return values that a part has returned, if there is one for each token.
+
+        Raises:
+            ValueError: it is not [S], or not of a type that it must have.
+        """
+        shape = (len(self.segments.row),)
+        if values.shape != shape or values.dtype != (dtype or values.dtype):
+            of_type = "" if dtype is None else f" {dtype}"
+            raise ValueError(
+                f"{type(part).__name__}.forward must return one value for each token, "
+                f"{list(shape)}{of_type}, not {list(values.shape)} {values.dtype}: use "
+                "t.segments.spread for a value of each sequence."
+            )
+        return values
 
     def __setitem__(self, name: NestedKey, value: Tensor) -> None:
         """Add a value of each token, for the parts that come later."""

@@ -36,7 +36,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["full", "bf16", "fp16"]
 """Autocast of the training step; ``full`` uses none."""
 InFlight = Literal["wait", "keep", "abort"]
-"""What happens to sequences in progress when new weights arrive."""
+"""Treatment of sequences in progress when new weights arrive."""
 WeightTransfer = Literal["auto", "object_store", "broadcast", "cuda_ipc"]
 """Kinds of weight transfer to engines in other processes."""
 
@@ -355,10 +355,10 @@ def check_rejection(
 def check_group_size(repeats: int, mean: str, std: str, name: str = "repeats") -> None:
     """Refuse a group too small for a comparison among its members."""
     of_group = mean not in ("batch", "none") or std in ("group", "group_mean")
-    least = 2 if of_group else 1
-    if repeats < least:
+    minimum = 2 if of_group else 1
+    if repeats < minimum:
         raise ValueError(
-            f"{name}={repeats} must be at least {least}, because a single sample cannot be "
+            f"{name}={repeats} must be at least {minimum}, because a single sample cannot be "
             f"compared with its group: use {name}=8, or mean and std of the batch."
         )
 

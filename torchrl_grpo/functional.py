@@ -104,7 +104,7 @@ def group_advantage(
             f"{get_args(AdvantageStd)}: use 'group' for both."
         )
     _, index = group.unique(return_inverse=True)
-    whole = torch.zeros_like(index)
+    one_group = torch.zeros_like(index)
     values = torch.where(valid, reward.to(torch.float64), 0.0)
     if not values.isfinite().all():
         raise ValueError(
@@ -113,7 +113,9 @@ def group_advantage(
         )
     rewards, signal = values, valid
     if mean != "none":
-        average, count, varies = _statistics(rewards, whole if mean == "batch" else index, valid)
+        average, count, varies = _statistics(
+            rewards, one_group if mean == "batch" else index, valid
+        )
         if mean == "length_weighted":
             assert length is not None
             weight = torch.where(valid, length.to(torch.float64), 0.0)
@@ -135,7 +137,7 @@ def group_advantage(
     elif std == "nonzero":
         values = values * (valid.sum() / (rewards != 0).sum().clamp(min=1))
     elif std != "none":
-        over = index if std == "group" else whole
+        over = index if std == "group" else one_group
         spread = rewards if mean == "second_best" else values
         center, count, varies = _statistics(spread, over, valid)
         squares = torch.where(valid, (spread - center).square(), 0.0)
@@ -149,18 +151,18 @@ def _total(values: Tensor, index: Tensor) -> Tensor:
     return torch.zeros_like(values).index_add_(0, index, values)[index]
 
 
-def _most(values: Tensor, index: Tensor, among: Tensor) -> Tensor:
-    """Return, [N], the largest value among those of each element's group; -inf if there is none."""
+def _group_max(values: Tensor, index: Tensor, among: Tensor) -> Tensor:
+    """Return, [N], the largest value in each element's group; -inf if there is none."""
     lowest = torch.full_like(values, -math.inf)
     return lowest.scatter_reduce(0, index, torch.where(among, values, -math.inf), "amax")[index]
 
 
 def _lead(rewards: Tensor, index: Tensor, valid: Tensor) -> Tensor:
     """Return, [N], the lead of each group's best member over the second best; 0 for the others."""
-    is_best = valid & (rewards == _most(rewards, index, valid))
-    second = _most(rewards, index, valid & ~is_best)
-    alone = is_best & (_total(is_best.to(rewards.dtype), index) == 1)
-    return torch.where(alone & second.isfinite(), rewards - second, 0.0)
+    is_best = valid & (rewards == _group_max(rewards, index, valid))
+    second = _group_max(rewards, index, valid & ~is_best)
+    is_unique = is_best & (_total(is_best.to(rewards.dtype), index) == 1)
+    return torch.where(is_unique & second.isfinite(), rewards - second, 0.0)
 
 
 def _statistics(values: Tensor, index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,7 +171,7 @@ def _statistics(values: Tensor, index: Tensor, valid: Tensor) -> tuple[Tensor, T
     """
     count = _total(valid.to(values.dtype), index)
     mean = _total(torch.where(valid, values, 0.0), index) / count.clamp(min=1)
-    return mean, count, _most(values, index, valid) > -_most(-values, index, valid)
+    return mean, count, _group_max(values, index, valid) > -_group_max(-values, index, valid)
 
 
 def sampled_token_gae(
@@ -240,8 +242,8 @@ def turn_advantage(
     gamma: float,
     normalize: Normalize,
 ) -> Tensor:
-    """Advantage of each turn, on all of its tokens: the turn's return, compared with those of the
-    group's other trajectories.
+    """Advantage of each turn, on all of its tokens: the turn's return, compared with the returns of
+    the group's other trajectories.
 
     First turns are compared with first turns, second with second, as long as all valid trajectories
     of the group have that turn. Later turns are compared together with the last one that all have.
@@ -264,7 +266,8 @@ def turn_advantage(
     rewards = reward.new_zeros(exists.shape)
     rewards = rewards.scatter_add(1, turn, torch.where(mask, reward, 0.0))
     _, index = group.unique(return_inverse=True)
-    common = -_most(-num_turns.double(), index, valid)  # turns that all valid trajectories have
+    # the turns that all valid trajectories have
+    common = -_group_max(-num_turns.double(), index, valid)
     last_common = (common - 1).clamp(min=0).unsqueeze(-1)
     compared = index.unsqueeze(-1) * len(numbers) + torch.minimum(numbers, last_common)
 

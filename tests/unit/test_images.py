@@ -546,12 +546,19 @@ def write_chats(folder: Path) -> str:
     return str(folder / "chats.jsonl")
 
 
-def chats_of(kit: Kit, folder: Path, most: int = 99, longest: int = 999) -> list[WrittenChat]:
-    """The chats as tokens; ``most`` and ``longest`` are limits of a turn and a chat."""
+def chats_of(
+    kit: Kit, folder: Path, max_turn_tokens: int = 99, max_tokens: int = 999
+) -> list[WrittenChat]:
+    """The chats as tokens; ``max_turn_tokens`` and ``max_tokens`` are their limits."""
     task = DatasetTask(write_chats(folder), messages_column="messages", images_column="images")
     writer = ChatWriter(kit.tokenizer, [1], image_encoder=kit.encoder)
     return [
-        writer(task.messages(problem), task.demonstration(problem), most=most, longest=longest)
+        writer(
+            task.messages(problem),
+            task.demonstration(problem),
+            max_turn_tokens=max_turn_tokens,
+            max_tokens=max_tokens,
+        )
         for problem in task.problems("train")
     ]
 
@@ -576,8 +583,8 @@ def test_demonstrations_have_the_images_of_every_message(kit: Kit, tmp_path: Pat
 def test_a_demonstration_is_never_cut_inside_an_image(kit: Kit, tmp_path: Path) -> None:
     [whole] = chats_of(kit, tmp_path)[1:2]
     late = whole.images[1]
-    [cut] = chats_of(kit, tmp_path, longest=late.offset + 2)[1:2]
-    assert cut.cut and len(cut.tokens) == late.offset and cut.images == whole.images[:1]
+    [cut] = chats_of(kit, tmp_path, max_tokens=late.offset + 2)[1:2]
+    assert cut.truncated and len(cut.tokens) == late.offset and cut.images == whole.images[:1]
     assert torch.equal(cut.tokens, whole.tokens[: late.offset])
 
 
@@ -640,7 +647,9 @@ def test_a_run_learns_from_demonstrations_with_images_too(kit: Kit, tmp_path: Pa
     model = kit.model()
     scores = dict[str, Tensor]()
     for problem in env.prompts.problems:
-        chat = writer(env.task.messages(problem), env.task.demonstration(problem), most=6)
+        chat = writer(
+            env.task.messages(problem), env.task.demonstration(problem), max_turn_tokens=6
+        )
         scored = kit.logits(model, chat.tokens, chat.images).log_softmax(-1)[:-1]
         own = scored.gather(-1, chat.tokens[1:, None])[:, 0]
         scores[problem.images[0].hash] = own[chat.learned[1:]].detach()

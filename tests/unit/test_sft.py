@@ -135,7 +135,7 @@ def test_tokens_and_turns_are_those_of_the_template_itself(template: str, name: 
     got = written(chat_tokenizer(template), chat, tools or ())
     assert got.tokens.tolist() == expected["input_ids"]
     assert got.learned.long().tolist() == expected["assistant_masks"] and got.learned.any()
-    assert got.tokens[: got.prompt].tolist() == prompt["input_ids"] and not got.cut
+    assert got.tokens[: got.prompt].tolist() == prompt["input_ids"] and not got.truncated
 
 
 def test_an_empty_thought_that_the_template_writes_is_learned() -> None:
@@ -212,12 +212,14 @@ def test_each_turn_has_a_token_that_ends_it(tokenizer, end: str) -> None:
 
 def test_the_limit_is_of_each_turn_and_the_chat_ends_where_one_is_cut(tokenizer) -> None:
     chat = turns("1+1?", "It is 2", "and a long question in between?", "It is 3", "so?", "no")
-    assert not written(tokenizer, chat, most=8).cut  # a turn is 7 characters and the end token
-    got = written(tokenizer, chat[:3] + turns("", "It is 34", "so?", "no")[1:], most=8)
-    assert got.cut and tokenizer.decode(got.tokens[got.learned]) == "It is 2<|end|>It is 34"
+    assert not written(
+        tokenizer, chat, max_turn_tokens=8
+    ).truncated  # a turn is 7 characters and the end token
+    got = written(tokenizer, chat[:3] + turns("", "It is 34", "so?", "no")[1:], max_turn_tokens=8)
+    assert got.truncated and tokenizer.decode(got.tokens[got.learned]) == "It is 2<|end|>It is 34"
     assert tokenizer.decode(got.tokens).endswith("<|assistant|>It is 34")
-    got = written(tokenizer, chat, longest=20)
-    assert got.cut and len(got.tokens) == 20 and got.learned.sum() == 8
+    got = written(tokenizer, chat, max_tokens=20)
+    assert got.truncated and len(got.tokens) == 20 and got.learned.sum() == 8
 
 
 @pytest.mark.parametrize("kind", ["completion", "completion_messages", "messages"])
@@ -267,13 +269,13 @@ def test_a_row_without_a_demonstration_is_named(
         task.problems("train")
 
 
-def demonstrations(path: Path, most: int = 100, **columns: str) -> TensorDictBase:
+def demonstrations(path: Path, max_turn_tokens: int = 100, **columns: str) -> TensorDictBase:
     """Return all rows of a data set in the trainer's format, with an advantage of 1."""
     task = DatasetTask(
         str(path), **(columns or {"completion_column": "solution", "answer_column": "answer"})
     )
     env = LLMEnv(task, AutoTokenizer.from_pretrained(starter_path()), num_envs=1, repeats=1)
-    source = Demonstrations(env, TransformersEngine(make_tiny_model()), [1], most)
+    source = Demonstrations(env, TransformersEngine(make_tiny_model()), [1], max_turn_tokens)
     batch = source.rollout([env.drawing.again(i, i) for i in range(env.num_problems)])
     for row in batch.unbind(0):
         row.set(keys.ADVANTAGE, row[keys.REWARD])
@@ -318,7 +320,7 @@ def test_samples_show_the_turns_that_are_learned_as_far_as_they_are(tmp_path: Pa
     path = write(
         tmp_path, [{"m": chat}, {"m": [*chat[:3], *turns("", "#### 313233", "?", "no")[1:]]}]
     )
-    whole, cut = demonstrations(path, most=8, messages_column="m").unbind(0)
+    whole, cut = demonstrations(path, max_turn_tokens=8, messages_column="m").unbind(0)
     assert whole[keys.ASSISTANT_MASK].sum() == 24 and not whole[keys.TRUNCATED]
     assert whole[keys.RESPONSE_TEXT] == "#### 24\n[user] 24+7=?\n#### 31\n[user] 31+7=?\n#### 38"
     assert cut[keys.RESPONSE_TEXT] == "#### 24\n[user] 24+7=?\n#### 313"

@@ -1,4 +1,4 @@
-"""How a batch is divided: groups, rollout tasks, optimizer steps."""
+"""Division of a batch into groups, rollout tasks and optimizer steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrl_grpo.config import GRPOConfig
 
 @dataclass(frozen=True)
 class Geometry:
-    """How samplers play a batch.
+    """Division of a batch among samplers.
 
     Attributes:
         samplers: number of samplers.

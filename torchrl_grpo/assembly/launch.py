@@ -1,6 +1,6 @@
-"""``launch`` a run from a validated config: what the commands and ``torchrl_grpo.train`` share.
+"""``launch``: start a run from a validated config, for the commands and ``torchrl_grpo.train``.
 
-Nothing heavy is imported before everything is checked that does not need it.
+Slow imports come after all checks that work without them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def launch(
     asynchronous: bool,
     observers: Sequence[Observer] = (),
 ) -> dict[str, Any] | None:
-    """Build the run that a config describes, train, and close it in any case.
+    """Build the run that a config describes, train, and always close it.
 
     Args:
         config: validated.
@@ -40,18 +40,18 @@ def launch(
 
     Raises:
         ConfigError: a rule is broken.
-        SystemExit: a dry run has found problems.
+        SystemExit: a dry run found problems.
     """
     check_script(config, asynchronous)
     startup.begin()
     task = None
-    if not config.dry_run:  # which reports it among its checks
+    if not config.dry_run:  # a dry run makes these checks itself
         load_extra("check_models")(config)
         startup.say("reading data")
         from torchrl_grpo.assembly.tasks import read_task
 
         task = read_task(config)
-    # The imports take seconds; mistakes are handled before.
+    # These imports take seconds, so the checks above report mistakes first.
     with starting(config):
         from torchrl_grpo.assembly.run import build
 
@@ -61,17 +61,15 @@ def launch(
             sys.exit(1)
         return None
     with (
-        _writing_log(),
+        _log_to_files(),
         closing(build(config, directory, asynchronous=asynchronous, task=task)) as run,
     ):
         return run.fit(observers)
 
 
 @contextmanager
-def _writing_log() -> Iterator[None]:
-    """Write TorchRL's log lines to Hydra's log file too, because its logger does not propagate
-    them.
-    """
+def _log_to_files() -> Iterator[None]:
+    """Write TorchRL's log lines to Hydra's log file too: its logger does not propagate them."""
     from torchrl import torchrl_logger
 
     files = [
@@ -79,14 +77,14 @@ def _writing_log() -> Iterator[None]:
         for handler in logging.getLogger().handlers
         if isinstance(handler, logging.FileHandler)
     ]
-    for file in files:
-        file.handleError = _ignore_full_disk  # type: ignore[method-assign]
-        torchrl_logger.addHandler(file)
+    for handler in files:
+        handler.handleError = _ignore_full_disk  # type: ignore[method-assign]
+        torchrl_logger.addHandler(handler)
     try:
         yield
     finally:
-        for file in files:
-            torchrl_logger.removeHandler(file)
+        for handler in files:
+            torchrl_logger.removeHandler(handler)
 
 
 def _ignore_full_disk(record: logging.LogRecord) -> None:

@@ -215,8 +215,8 @@ def make_sampler(
             context.train_env,
             engine,
             params.stop_token_ids,
-            most=config.inference_model.max_new_tokens,
-            longest=context.max_sequence_tokens,
+            max_turn_tokens=config.inference_model.max_new_tokens,
+            max_tokens=context.max_sequence_tokens,
         )
 
     def make_collector(groups: int) -> RolloutCollector | Demonstrations:

@@ -189,16 +189,20 @@ def check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Sha
     with naming_teacher():
         teacher_config = loading.load_config(name, trust_remote_code=remote_code)
         teacher_tokenizer = loading.load_tokenizer(name, trust_remote_code=remote_code)
-    mine = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
-    theirs = {token_id: token for token, token_id in teacher_tokenizer.get_vocab().items()}
-    token_ids = sorted({*mine, *theirs})
-    different = [token_id for token_id in token_ids if mine.get(token_id) != theirs.get(token_id)]
+    policy_tokens = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    teacher_tokens = {token_id: token for token, token_id in teacher_tokenizer.get_vocab().items()}
+    token_ids = sorted({*policy_tokens, *teacher_tokens})
+    different = [
+        token_id
+        for token_id in token_ids
+        if policy_tokens.get(token_id) != teacher_tokens.get(token_id)
+    ]
     if different:
         first = different[0]
         raise ValueError(
             f"teacher.model={name} must have the tokens of model.name={config.model.name}, but "
-            f"{len(different)} differ; the first, {first}, is {theirs.get(first)!r} in the teacher "
-            f"and {mine.get(first)!r} in the model: use another teacher."
+            f"{len(different)} differ; the first, {first}, is {teacher_tokens.get(first)!r} in the "
+            f"teacher and {policy_tokens.get(first)!r} in the model: use another teacher."
         )
     return loading.config_shape(
         teacher_config, config.model.attn_implementation, trust_remote_code=remote_code

@@ -38,7 +38,7 @@ class WrittenChat(NamedTuple):
         prompt: number of prompt tokens.
         turns: token range of each assistant turn after the prompt.
         learned: whether each token is in an assistant turn, [T] bool.
-        cut: whether a turn or the chat was cut off at its limit.
+        truncated: whether a turn or the chat was cut off at its limit.
         images: the images among the tokens.
     """
 
@@ -46,7 +46,7 @@ class WrittenChat(NamedTuple):
     prompt: int
     turns: list[range]
     learned: Tensor
-    cut: bool
+    truncated: bool
     images: tuple[ImageSpan, ...] = ()
 
 
@@ -99,8 +99,8 @@ class ChatWriter:
         rest: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         *,
-        most: int | None = None,
-        longest: int | None = None,
+        max_turn_tokens: int | None = None,
+        max_tokens: int | None = None,
     ) -> WrittenChat:
         """Return a chat as tokens.
 
@@ -108,8 +108,8 @@ class ChatWriter:
             prompt: the messages before the first assistant turn to be learned.
             rest: the remaining messages; the first and last ones are the assistant's.
             tools: JSON schemas for the chat template.
-            most: maximum number of tokens in a turn.
-            longest: maximum number of tokens in the chat.
+            max_turn_tokens: maximum number of tokens in a turn.
+            max_tokens: maximum number of tokens in the chat.
 
         Raises:
             ValueError: the template leaves something out, or the rendered chat does not begin with
@@ -124,27 +124,27 @@ class ChatWriter:
         images: tuple[ImageSpan, ...] = ()
         if self._image_encoder is not None:
             files = images_in([*prompt, *rest])
-            whole = self._image_encoder.expand(tokens, files)
+            expanded = self._image_encoder.expand(tokens, files)
             moved = partial(self._image_encoder.expanded_index, tokens, files)
             shared = moved(shared)
             turns = [range(moved(turn.start), moved(turn.stop)) for turn in turns]
-            tokens, images = tokens_of(whole).tolist(), images_of(whole)
-        end, cut = len(tokens), False
+            tokens, images = tokens_of(expanded).tolist(), images_of(expanded)
+        end, truncated = len(tokens), False
         for turn in turns:
             stop = next((i for i in reversed(turn) if tokens[i] in self._stops), turn.stop - 1)
-            if most is not None and stop - turn.start >= most:
-                end, cut = turn.start + most, True
+            if max_turn_tokens is not None and stop - turn.start >= max_turn_tokens:
+                end, truncated = turn.start + max_turn_tokens, True
                 break
-        if longest is not None and end > longest:
-            inside = (span.offset for span in images if span.offset < longest < span.end)
-            end, cut = next(inside, longest), True
+        if max_tokens is not None and end > max_tokens:
+            inside = (span.offset for span in images if span.offset < max_tokens < span.end)
+            end, truncated = next(inside, max_tokens), True
         turns = [range(turn.start, min(turn.stop, end)) for turn in turns if turn.start < end]
         learned = torch.zeros(end, dtype=torch.bool)
         for turn in turns:
             learned[turn.start : turn.stop] = True
         images = tuple(span for span in images if span.end <= end)
-        written = torch.tensor(tokens[:end], dtype=torch.int64)
-        return WrittenChat(written, shared, turns, learned, cut, images)
+        chat_tokens = torch.tensor(tokens[:end], dtype=torch.int64)
+        return WrittenChat(chat_tokens, shared, turns, learned, truncated, images)
 
     def check(
         self,
@@ -243,17 +243,17 @@ def _common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 def _check_begins_with(text: str, head: str) -> None:
     if not text.startswith(head):
-        same = _common_length(text, head)
+        length = _common_length(text, head)
         raise ValueError(
             "model.chat_template must render a chat so that it begins with the prompt that the "
-            f"policy sees, but the prompt continues with {head[same:]!r:.80} where the chat has "
-            f"{text[same:]!r:.80}: add the missing field (such as reasoning_content) to the row, "
+            f"policy sees, but the prompt continues with {head[length:]!r:.80} where the chat has "
+            f"{text[length:]!r:.80}: add the missing field (such as reasoning_content) to the row, "
             "or use a template or env.chat_template_kwargs that render both alike."
         )
 
 
 def _check_written(rest: Sequence[Message], text: str, spans: TextSpans, start: int) -> None:
-    """Check that the chat contains the words of each message: those of the assistant within its
+    """Check that the chat contains the words of each message: the assistant's words within its
     turns, all others between them.
     """
     borders = [start, *(border for span in spans for border in span), len(text)]
@@ -311,9 +311,9 @@ class Demonstrations:
         env: source of problems, prompts and tokenizer; it is never stepped.
         engine: source of the weights' version.
         stop_token_ids: the tokens that end a turn.
-        most: maximum number of tokens in a turn; longer demonstrations are cut off there, like
-            dialogs.
-        longest: maximum number of tokens in a prompt with its demonstration.
+        max_turn_tokens: maximum number of tokens in a turn; longer demonstrations are cut off there,
+            like dialogs.
+        max_tokens: maximum number of tokens in a prompt with its demonstration.
     """
 
     def __init__(
@@ -321,13 +321,13 @@ class Demonstrations:
         env: LLMEnv,
         engine: Engine,
         stop_token_ids: Collection[int],
-        most: int,
-        longest: int | None = None,
+        max_turn_tokens: int,
+        max_tokens: int | None = None,
     ) -> None:
         self.env = env
         self.engine = engine
-        self.most = most
-        self.longest = longest
+        self.max_turn_tokens = max_turn_tokens
+        self.max_tokens = max_tokens
         self.last = RolloutCounts()
         self._write = self._writer(env, stop_token_ids)
 
@@ -389,19 +389,19 @@ class Demonstrations:
             task.messages(problem),
             task.demonstration(problem),
             task.tools_for(problem),
-            most=self.most,
-            longest=self.longest,
+            max_turn_tokens=self.max_turn_tokens,
+            max_tokens=self.max_tokens,
         )
 
     def _row(self, drawn: Drawn) -> TensorDictBase:
         chat = self._chat(drawn.problem)
-        mask, cut = chat.learned, chat.cut
+        mask, truncated = chat.learned, chat.truncated
         texts = [
             self.env.tokenizer.decode(chat.tokens[turn.start : turn.stop], skip_special_tokens=True)
             for turn in chat.turns
         ]
         version = int(self.engine.policy_version)
-        true = torch.tensor([True])
+        ones = torch.tensor([True])
         row = TensorDict(
             {
                 keys.PROMPT: chat.tokens[: chat.prompt],
@@ -414,11 +414,11 @@ class Demonstrations:
                 keys.POLICY_VERSIONS: torch.where(mask, version, -1),
                 keys.GROUP_ID: torch.tensor([drawn.group]),
                 keys.REWARD: torch.ones(1),
-                keys.REWARD_VALID: true,
-                keys.CORRECT: true,
-                keys.DONE: true,
-                keys.TERMINATED: true & (not cut),
-                keys.TRUNCATED: true & cut,
+                keys.REWARD_VALID: ones,
+                keys.CORRECT: ones,
+                keys.DONE: ones,
+                keys.TERMINATED: ones & (not truncated),
+                keys.TRUNCATED: ones & truncated,
                 keys.QUERY: NonTensorData(drawn.problem.query),
                 keys.RESPONSE_TEXT: NonTensorData(
                     _with_others(self.env.task.demonstration(drawn.problem), texts)

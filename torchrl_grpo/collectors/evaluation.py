@@ -136,9 +136,11 @@ class Evaluator:
         """
         column = batch.get(keys.DATASET, None)
         names = [""] * len(batch) if column is None else column.reshape(-1).tolist()
-        own = [i for i, name in enumerate(names) if name not in self._further]
+        own_rows = [i for i, name in enumerate(names) if name not in self._further]
         sets = {
             f"/{name}": [i for i, other in enumerate(names) if other == name]
             for name in sorted({*names} - {""})
         }
-        return [(suffix, torch.tensor(rows)) for suffix, rows in ({"": own} | sets).items() if rows]
+        return [
+            (suffix, torch.tensor(rows)) for suffix, rows in ({"": own_rows} | sets).items() if rows
+        ]

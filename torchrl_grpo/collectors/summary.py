@@ -159,7 +159,7 @@ _OF_REWARDS = ("reward", "correct", "valid", "advantage")
 def sample_rows(
     batch: TensorDictBase,
     split: str,
-    most: int | None = None,
+    max_rows: int | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     version: int | None = None,
@@ -171,7 +171,7 @@ def sample_rows(
     Args:
         batch: a collector's flat batch.
         split: ``"train"`` or ``"test"``.
-        most: maximum number of rows, rounded up to whole groups; groups with scores come first.
+        max_rows: maximum number of rows, rounded up to whole groups; groups with scores come first.
         tokenizer: decodes the prompt and each token; None leaves both out.
         version: version of the weights that trained the batch, for the staleness.
         scores: function from a position in the batch to further per-token numbers of its sequence,
@@ -182,7 +182,7 @@ def sample_rows(
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     order = sorted(range(len(groups)), key=lambda row: not scores(row))
     chosen_groups = _first_groups(
-        [groups[row] for row in order], len(groups) if most is None else most
+        [groups[row] for row in order], len(groups) if max_rows is None else max_rows
     )
     out = []
     rows = batch.unbind(0)
@@ -222,12 +222,12 @@ def _siblings(batch: TensorDictBase) -> list[list[int]]:
     return [rows[number] for number in trajectory.tolist()]
 
 
-def _first_groups(groups: Sequence[int], most: int) -> set[int]:
+def _first_groups(groups: Sequence[int], max_rows: int) -> set[int]:
     """Return as many of the first groups as needed for at least this many sequences."""
     chosen_groups = set[int]()
     count = 0
     for group, size in Counter(groups).items():
-        if count < most:
+        if count < max_rows:
             chosen_groups.add(group)
             count += size
     return chosen_groups
@@ -253,8 +253,8 @@ def _sample(row: TensorDictBase, split: str, end: TensorDictBase) -> dict[str, A
         sampled = advantage.reshape(-1)[row[keys.ASSISTANT_MASK]]
         values["advantage"] = sampled.sum() / max(1, len(sampled))
     entry |= {name: value.item() for name, value in values.items() if value is not None}
-    named = {"parts": keys.REWARD_PARTS, "dataset": keys.DATASET, "error": keys.REWARD_ERROR}
-    labels = {name: row.get(key, None) for name, key in named.items()}
+    label_keys = {"parts": keys.REWARD_PARTS, "dataset": keys.DATASET, "error": keys.REWARD_ERROR}
+    labels = {name: row.get(key, None) for name, key in label_keys.items()}
     entry |= {
         name: value.data for name, value in labels.items() if value is not None and value.data
     }

@@ -204,7 +204,7 @@ class GRPOConfig:
 
     @property
     def teacher_in_loss(self) -> float:
-        """Weight of the divergence from the teacher in the loss; 0 where it is part of the
+        """Weight of the divergence from the teacher in the loss; 0 if it is part of the
         advantage.
         """
         return self.policy.teacher_coef if self.policy.teacher_divergence != "sampled" else 0.0

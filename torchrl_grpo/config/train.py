@@ -1,4 +1,4 @@
-"""How much is sampled and trained."""
+"""Amounts of sampling and training."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ class LLMEnv(EnvBase):
     ``max_turns``, or when the next prompt would be longer than ``max_dialog_tokens``. The task
     scores it in either case; dialogs that end in the same step are scored together. If the task
     raises, takes too long or ends its process (the last two only in a ``RewardPool``),
-    ``"reward_valid"`` is False and the reward is 0. The reward of a dialog is the reward of its last
-    transition, even if the task rewards turns: their shares are in ``turn_rewards``.
+    ``"reward_valid"`` is False and the reward is 0. The reward of a dialog is the reward of its
+    last transition, even if the task rewards turns: their shares are in ``turn_rewards``.
 
     ``reset`` asks a stateful task for the first prompts of all rows at once, and the task is closed
     once for each dialog that ends. A row whose opening failed is done from the start and invalid;

@@ -77,10 +77,10 @@ class Prompts:
                 "characters of the prompts."
             )
 
-    def _select(self, most: int | None) -> list[int]:
+    def _select(self, max_tokens: int | None) -> list[int]:
         """Return the indices of problems whose prompts fit; without a limit, without tokenizing."""
         everything = list(range(len(self.problems)))
-        if most is None:
+        if max_tokens is None:
             return everything
         encoded = self._chats.encode([self._render(problem) for problem in self.problems])
         lengths = list(map(len, encoded))
@@ -90,7 +90,7 @@ class Prompts:
                 self.image_encoder.expanded_length(ids, images_in(chat))
                 for ids, chat in zip(encoded, chats, strict=True)
             ]
-        return [i for i in everything if 1 <= lengths[i] <= most]
+        return [i for i in everything if 1 <= lengths[i] <= max_tokens]
 
     def _make(self, problem: Problem) -> Tensor | Prompt:
         """Return the prompt of a problem, [T] int64 if it has no images."""

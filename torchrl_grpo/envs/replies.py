@@ -1,4 +1,4 @@
-"""``Replies``: what a task says to the policy, as tokens."""
+"""``Replies``: a task's messages to the policy, as tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 class Replies:
-    """The prompts of a dialog: those that a task makes itself, and those after the policy's turns.
+    """Prompts of a dialog: the first one, if a task makes it itself, and the one after each turn.
 
     Args:
         prompts: prompts of the task's problems.
@@ -78,23 +78,23 @@ class Replies:
         """
         if turn.messages is None:
             raise ValueError("the dialog was over before its first prompt.")
-        prompt = self._first(turn)
+        prompt = self._first_prompt(turn)
         if not len(prompt) or not self._fits(prompt):
-            room = "" if self._max_tokens is None else f" to {self._max_tokens}"
+            limit = "" if self._max_tokens is None else f" to {self._max_tokens}"
             raise ValueError(
-                f"the first prompt of a dialog must have 1{room} tokens, but has {len(prompt)}."
+                f"the first prompt of a dialog must have 1{limit} tokens, but has {len(prompt)}."
             )
         return prompt
 
     def after(self, sample: SampleState | None, turn: Turn) -> Tensor | Prompt | None:
-        """Return all tokens of the sample that a task's reply continues or, without one, begins;
-        None if there is no room for them.
+        """Return a sample's tokens with a task's reply or, without a sample, the prompt that the
+        reply begins; None if they do not fit.
 
         Raises:
             ValueError: the chat template rejects the messages.
         """
         if sample is None or sample.tokens is None:
-            prompt = self._first(turn)
+            prompt = self._first_prompt(turn)
             return prompt if self._fits(prompt) else None
         return self.append(sample.tokens, turn.messages or (), sample.turn_tokens, sample.images)
 
@@ -105,11 +105,11 @@ class Replies:
         turn_tokens: Sequence[int],
         images: Spans = (),
     ) -> Tensor | Prompt | None:
-        """Return all tokens with messages after the latest turn; None if there is no room.
+        """Return the tokens with messages after the latest turn; None if they do not fit.
 
         Args:
             tokens: [T] int64, all tokens up to the end of the latest turn.
-            messages: the messages.
+            messages: messages after that turn.
             turn_tokens: the tokens of that turn.
             images: the images among ``tokens``.
 
@@ -123,14 +123,14 @@ class Replies:
             reply = self._template.tokens(messages, turn_tokens)
             if images_in(messages):
                 reply = self._prompts.with_images(reply.tolist(), messages)
-        new = (replace(span, offset=len(tokens) + span.offset) for span in images_of(reply))
-        spans = (*images, *new)
-        full = torch.cat([tokens, tokens_of(reply)])
-        if not self._fits(full):
+        reply_spans = (replace(span, offset=len(tokens) + span.offset) for span in images_of(reply))
+        spans = (*images, *reply_spans)
+        all_tokens = torch.cat([tokens, tokens_of(reply)])
+        if not self._fits(all_tokens):
             return None
-        return Prompt(full, spans) if spans else full
+        return Prompt(all_tokens, spans) if spans else all_tokens
 
-    def _first(self, turn: Turn) -> Tensor | Prompt:
+    def _first_prompt(self, turn: Turn) -> Tensor | Prompt:
         """Return the prompt of a whole chat or, if its only message has no role, of that message's
         text, [T] int64 if it has no images.
         """

@@ -1,4 +1,4 @@
-"""Child interpreters that serve one function. They start faster than processes of ``multiprocessing``,
+"""Child interpreters that serve one function. They start faster than ``multiprocessing`` children,
 which would import the script again.
 """
 
@@ -43,10 +43,10 @@ class PipedChild:
     """
 
     def __init__(self, target: str, *arguments: object) -> None:
-        self.connection, theirs = Pipe()
-        with theirs:
+        self.connection, child_end = Pipe()
+        with child_end:
             self.process = start_python(
-                target, theirs.fileno(), *arguments, stdin=subprocess.DEVNULL
+                target, child_end.fileno(), *arguments, stdin=subprocess.DEVNULL
             )
 
     def receive_refusal(self) -> str:

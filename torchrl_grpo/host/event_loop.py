@@ -14,7 +14,7 @@ from typing import Any
 
 _loop: tuple[int, asyncio.AbstractEventLoop] | None = None
 _lock = threading.Lock()
-_own = threading.local()
+_thread = threading.local()
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
@@ -24,17 +24,16 @@ def event_loop() -> asyncio.AbstractEventLoop:
     global _loop
     with _lock:
         if _loop is None or _loop[0] != os.getpid():
-            _loop = os.getpid(), _started()
+            _loop = os.getpid(), _start_loop()
         return _loop[1]
 
 
-def _started() -> asyncio.AbstractEventLoop:
+def _start_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
 
     def run() -> None:
-        with asyncio.Runner(
-            loop_factory=lambda: loop
-        ) as runner:  # cancels what still runs when it ends
+        # The runner cancels the remaining coroutines when the loop stops.
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
             runner.get_loop().run_forever()
 
     threading.Thread(target=run, name="event loop", daemon=True).start()
@@ -48,13 +47,13 @@ def own_event_loop() -> Iterator[None]:
 
     The loop is started for the first coroutine and stopped at the end of the context.
     """
-    _own.enabled = True
+    _thread.enabled = True
     try:
         yield
     finally:
-        if (loop := vars(_own).pop("loop", None)) is not None:
+        if (loop := vars(_thread).pop("loop", None)) is not None:
             loop.call_soon_threadsafe(loop.stop)
-        _own.enabled = False
+        _thread.enabled = False
 
 
 def wait_for_result(result: Any, timeout_s: float | None = None) -> Any:
@@ -65,8 +64,8 @@ def wait_for_result(result: Any, timeout_s: float | None = None) -> Any:
     """
     if not inspect.iscoroutine(result):
         return result
-    if not getattr(_own, "enabled", False):
+    if not getattr(_thread, "enabled", False):
         loop = event_loop()
     else:
-        loop = _own.loop = getattr(_own, "loop", None) or _started()
+        loop = _thread.loop = getattr(_thread, "loop", None) or _start_loop()
     return asyncio.run_coroutine_threadsafe(asyncio.wait_for(result, timeout_s), loop).result()

@@ -151,7 +151,7 @@ def duration(seconds: float) -> str:
 
 
 def reward_text(row: Mapping[str, Any]) -> str:
-    """Format a sample's reward, with those of its turns; one that crashed or timed out is
+    """Format a sample's reward and its turns' rewards; one that crashed or timed out is
     ``invalid``, not 0.
     """
     if "reward" not in row:  # a demonstration

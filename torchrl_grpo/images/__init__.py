@@ -341,7 +341,7 @@ def message_content(value: Any, what: str) -> Content | None:
         file = _file(value)
         return None if file is None else [{"type": "image", "image": file}]
     dicts = [part if isinstance(part, dict) else {} for part in value]
-    # Other keys, such as those of an element of a page, make it data.
+    # Other keys, as an element of a page has, make it data.
     has_image = any(part.get("type") == "image" and part.keys() <= _IMAGE_KEYS for part in dicts)
     are_texts = [part.get("type") == "text" and type(part.get("text")) is str for part in dicts]
     if not has_image and not (value and all(are_texts)):

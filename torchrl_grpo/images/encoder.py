@@ -17,7 +17,7 @@ from torchrl_grpo.images.cache import MOST_BYTES, ByteCache
 from torchrl_grpo.images.families import FAMILIES
 
 _OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
-"""What a processor returns for the text."""
+"""Entries that a processor returns for the text."""
 
 
 def _new_cache() -> ByteCache[EncodedImage]:
@@ -28,8 +28,8 @@ class ImageEncoder:
     """Encodes images with the processor of a vision-language model.
 
     Chats are written by the chat template and tokenized like any other. Then the placeholder of
-    each image is replaced by what the processor writes for only that image. So text cannot forge
-    an image (``ChatEncoder``), and no image is prepared twice.
+    each image is replaced by what the processor writes for only that image. So text cannot forge an
+    image (``ChatEncoder``), and no image is prepared twice.
 
     Args:
         processor: a Hugging Face processor.

@@ -1,4 +1,4 @@
-"""Losses of users that override methods of ``GRPOLoss`` in place of writing parts.
+"""Support for losses of users that override methods of ``GRPOLoss`` instead of writing parts.
 
 ``surrogate``, ``clipped`` and ``kl`` work for one more release.
 """
@@ -15,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from torchrl_grpo.objectives import GRPOLoss, Tokens
 
-_FORMER = {
+_REPLACEMENTS = {
     "surrogate": "a Surrogate",
     "clipped": "a Surrogate",
     "kl": "a Term",
@@ -24,19 +24,19 @@ _FORMER = {
     "token_roles": "a Select",
     "_objective": "a Surrogate",
 }
-"""Methods that subclasses had, and the part to write instead."""
+"""Part to write instead of each method that a subclass could override."""
 
 
 def adapt_former_methods(loss: GRPOLoss) -> None:
-    """Let the parts of a loss call the methods that a subclass has in the former way, or refuse
-    those that have no place any more.
+    """Let the parts of a loss call the methods that a subclass overrides, with a warning, and
+    refuse methods that nothing calls anymore.
     """
     calls: dict[str, list[tuple[Any, str, tuple[str, ...]]]] = {
         "surrogate": [(loss.objective, "forward", ("ratio", "log_prob", "advantage"))],
         "clipped": [(loss.objective, "clipped", ("ratio", "advantage"))],
-        "kl": [(term, "kl", ("log_prob", term.other)) for term in loss.terms[:2]],
+        "kl": [(term, "kl", ("log_prob", term.log_probs_key)) for term in loss.terms[:2]],
     }
-    for method, part in _FORMER.items():
+    for method, part in _REPLACEMENTS.items():
         if not hasattr(type(loss), method):
             continue
         name, fix = f"{type(loss).__name__}.{method}", f"write {part} (docs/tutorials/own_loss.md)."
@@ -50,7 +50,7 @@ def adapt_former_methods(loss: GRPOLoss) -> None:
 def _by_rows(method: Any, names: Sequence[str], t: Tokens) -> Any:
     """Call a method with the values of each sequence, [1, T]."""
     columns = [t[name][None].split(t.segments.sizes.tolist(), 1) for name in names]
-    outs = [method(*row) for row in zip(*columns, strict=True)]
-    if isinstance(outs[0], tuple):
-        return tuple(torch.cat(part, 1)[0] for part in zip(*outs, strict=True))
-    return torch.cat(outs, 1)[0]
+    results = [method(*row) for row in zip(*columns, strict=True)]
+    if isinstance(results[0], tuple):
+        return tuple(torch.cat(part, 1)[0] for part in zip(*results, strict=True))
+    return torch.cat(results, 1)[0]

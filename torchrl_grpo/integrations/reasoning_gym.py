@@ -222,12 +222,12 @@ class ReasoningGymTask(Task):
         return curriculum.generate_configuration(dict(self._options))
 
     def _check(self, gym: Any) -> None:
-        known = self._option_names(gym.factory.DATASETS[self.name][1])
+        names = self._option_names(gym.factory.DATASETS[self.name][1])
         key = f"{self.field}.dataset_options"
         for name in self._options:
-            if name not in known or name in _OURS:
-                close = difflib.get_close_matches(name, known, 1)
-                use = close[0] if close else f"one of {known}"
+            if name not in names or name in _OURS:
+                close = difflib.get_close_matches(name, names, 1)
+                use = close[0] if close else f"one of {names}"
                 if name in _OURS:
                     use = f"{self.field}.max_samples"
                 raise ValueError(
@@ -245,13 +245,13 @@ class ReasoningGymTask(Task):
                 "has no levels: remove it."
             )
         curriculum = gym.factory.create_curriculum(self.name)
-        most = max(len(attribute.levels) for attribute in curriculum.attributes.values())
+        num_levels = max(len(attribute.levels) for attribute in curriculum.attributes.values())
         levels = self._levels
         entries = levels if isinstance(levels, list) else [None]
-        in_range = all(type(level) is int and 0 <= level < most for level in entries)
+        in_range = all(type(level) is int and 0 <= level < num_levels for level in entries)
         if not in_range or not levels or sorted(set(levels)) != levels:
             raise ValueError(
-                f"{key}.levels={levels} must be increasing integers from 0 to {most - 1}: for "
+                f"{key}.levels={levels} must be increasing integers from 0 to {num_levels - 1}: for "
                 "example, [0,1,2]."
             )
         set_by_level = {

@@ -95,13 +95,13 @@ class VerifiersTask(Task):
 
     def _load(self) -> dict[Split, list[Problem]]:
         taskset = import_module("verifiers.v1.utils.loaders").load_taskset(self._config.taskset)
-        most = _TRAIN_SAMPLES if self.max_samples is None and taskset.INFINITE else self.max_samples
+        cap = _TRAIN_SAMPLES if self.max_samples is None and taskset.INFINITE else self.max_samples
         sizes: dict[Split, float] = {"train": float("inf"), "test": float("inf")}
-        if most is not None:
-            sizes = {"train": most, "test": -(-most // _TRAIN_PER_TEST)}
+        if cap is not None:
+            sizes = {"train": cap, "test": -(-cap // _TRAIN_PER_TEST)}
         problems: dict[Split, list[Problem]] = {"train": [], "test": []}
-        drawn = int(_DRAWS_PER_PROBLEM * sum(sizes.values())) if taskset.INFINITE else None
-        for task in itertools.islice(taskset, drawn):
+        max_draws = int(_DRAWS_PER_PROBLEM * sum(sizes.values())) if taskset.INFINITE else None
+        for task in itertools.islice(taskset, max_draws):
             data = task.data.model_dump(mode="json", exclude_none=True)
             split = split_by_hash(
                 str(sorted((name, value) for name, value in data.items() if name != "idx"))
@@ -120,7 +120,7 @@ def _text(content: Any) -> str:
 
 
 class Verifiers(Program):
-    """Plays the tasks of an environment; the reward is the one of the policy's agent.
+    """Plays the tasks of an environment; the reward of the policy's agent counts.
 
     Args:
         config: of the environment, see ``make_config``.

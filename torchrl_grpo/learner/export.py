@@ -147,7 +147,7 @@ def _write_weights(folder: Path, named: NamedTensors) -> None:
 
 
 def not_saved(error: BaseException, what: str, folder: Path) -> BaseException:
-    """Return the error to raise where a file is not written: ``DiskFullError``, ``NotSavedError`` or,
+    """Return the error to raise if a file is not written: ``DiskFullError``, ``NotSavedError`` or,
     if it is about something else, the error itself.
     """
     if is_full(error):

@@ -59,9 +59,9 @@ def write_parts(
     writer = HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=files, save_distributed=True
     )
-    alone = group is None
-    with _first_error(alone=alone):
-        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=alone)
+    is_single = group is None
+    with _first_error(is_single=is_single):
+        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=is_single)
 
 
 def read_parts(
@@ -108,9 +108,9 @@ def read_parts(
             f"the checkpoint does not fit the model: {len(unknown)} unknown entries {unknown[:3]}, "
             f"{len(missing)} missing ones {missing[:3]}."
         )
-    alone = not dist.is_initialized()
-    with _first_error(alone=alone):
-        load(tensors, storage_reader=reader, no_dist=alone)
+    is_single = not dist.is_initialized()
+    with _first_error(is_single=is_single):
+        load(tensors, storage_reader=reader, no_dist=is_single)
     if optimizer is not None and rest:
         load_parts(model, optimizer, tensors, rest)
 
@@ -124,11 +124,11 @@ def tensors_in(folder: Path) -> TensorStream:
 
 
 @contextmanager
-def _first_error(*, alone: bool) -> Iterator[None]:
+def _first_error(*, is_single: bool) -> Iterator[None]:
     """Context for reading or writing that raises the error of the first rank that failed."""
     try:
-        with warnings.catch_warnings() if alone else nullcontext():
-            if alone:
+        with warnings.catch_warnings() if is_single else nullcontext():
+            if is_single:
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
             yield
     except CheckpointException as error:

@@ -38,7 +38,7 @@ class Setting:
     """An attribute of a loss that is an attribute of one of its parts.
 
     Args:
-        path: of the part in the loss, a dot, and the attribute of the part.
+        path: path of the part in the loss, a dot, and the attribute of the part.
     """
 
     def __init__(self, path: str) -> None:
@@ -69,9 +69,9 @@ class GRPOLoss(PolicyLoss):
     the loss: add those up, and never average over the whole output. Everything else is a detached
     metric.
 
-    ``normalize`` fixes the weights of tokens over a whole optimization batch; then the outputs of
-    its micro-batches add up to those of the batch, and so do the gradients. For a batch without
-    those weights, ``forward`` computes them from the batch itself.
+    ``normalize`` computes the weights of tokens over a whole optimization batch; then the outputs
+    and gradients of its micro-batches add up to the whole batch's. Without it, ``forward`` computes
+    the weights from the batch that it gets.
 
     Args:
         actor_network: a TensorDict module that writes the current log-probs ``("cur_log_probs",
@@ -81,10 +81,10 @@ class GRPOLoss(PolicyLoss):
 
     Keyword Args:
         objective: the objective of each token; by default, an ``objective_type``.
-        select: selections of tokens, besides the ones from other arguments.
+        select: further selections of tokens.
         clip_epsilon: clip range of the ratio, ``e`` for ``[1 - e, 1 + e]`` or a pair ``(low,
-            high)``. Low is in [0, 1] (1 disables the lower bound), high is at least 0. None is that
-            of the objective, 0.2 of ``Clip``.
+            high)``. Low is in [0, 1] (1 disables the lower bound), high is at least 0. None keeps the
+            objective's, 0.2 for ``Clip``.
         ratio_level: ``"token"``; ``"sequence"``, the exponential of the mean log-ratio of a
             sequence for all of its tokens (GSPO, arXiv 2507.18071); or ``"sequence_token"``, the
             same value with each token's own gradient (GSPO-token).
@@ -103,7 +103,7 @@ class GRPOLoss(PolicyLoss):
         behaviour_weight: bound of the factor proximal / sampling probability of the objective:
             ``"truncate"`` and ``"mask"`` are truncated and masked importance sampling; ``"none"``
             is weight 1. See ``OffPolicy``.
-        behaviour_level: whether a weight is for a ``"token"`` or for its ``"sequence"``.
+        behaviour_level: one weight per ``"token"``, or one per ``"sequence"``.
         behaviour_cap: largest weight, above 0.
         behaviour_floor: smallest weight, at most the cap; above 0 it bounds weights on both sides.
         rejection: rules that remove tokens and sequences from the objective, but not from the KL
@@ -138,7 +138,7 @@ class GRPOLoss(PolicyLoss):
         sft_coeff: weight of minus the log-likelihood of the demonstrations in the batch, the mean
             over their masked tokens (``DemonstrationLoss`` with ``aggregation="token_mean"``); 0
             needs none.
-        device: of the loss's own buffers; by default, the device on which the model computes.
+        device: device of the loss's buffers; by default, the device on which the model computes.
 
     Input keys (``set_keys`` renames them; ``in_keys`` has all that ``forward`` may read, and
     ``required_in_keys`` those without which it raises): ``action`` [B, T] int64, the tokens (a ``TokenScorer``

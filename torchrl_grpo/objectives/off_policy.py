@@ -36,12 +36,12 @@ class OffPolicy(Part):
 
     Args:
         proximal: the policy that the ratio is clipped around.
-        ratio_level: of the ratio.
+        ratio_level: level of the ratio, as in ``GRPOLoss``.
         weight: bound of the factor proximal / sampling probability (decoupled PPO, arXiv
             2505.24298), which also corrects for an engine whose log-probs differ from the
             trainer's; see ``functional.bounded_weight``. ``"mask"`` with a ``floor`` is IcePop
             (arXiv 2510.18855).
-        level: of the weight: ``"token"``, or ``"sequence"`` for the product over a sequence's
+        level: level of the weight: ``"token"``, or ``"sequence"`` for the product over a sequence's
             tokens, as the weight of each of them.
         cap: largest weight.
         floor: smallest weight.
@@ -75,7 +75,7 @@ class OffPolicy(Part):
 
     @property
     def in_keys(self) -> tuple[NestedKey, ...]:  # type: ignore[override]
-        """Return what the proximal policy is made of."""
+        """Entries from which the proximal policy is computed."""
         needs = {"recomputed": ("prox_log_prob",), "interpolated": ("staleness",)}
         return needs.get(self.proximal, ())
 
@@ -125,8 +125,10 @@ class OffPolicy(Part):
         log_ratio = t["log_prob"] - t["prox_log_prob"]
         if self.ratio_level != "token":
             mean = t.segments.spread(t.segments.mean(log_ratio))
-            own = log_ratio - log_ratio.detach()  # 0, with the gradient of each token
-            log_ratio = mean.detach() + own if self.ratio_level == "sequence_token" else mean
+            token_gradient = log_ratio - log_ratio.detach()  # 0, with the gradient of each token
+            log_ratio = (
+                mean.detach() + token_gradient if self.ratio_level == "sequence_token" else mean
+            )
         return F.importance_ratio(log_ratio, torch.zeros_like(log_ratio))
 
     def _reject(self, t: Tokens) -> dict[str, Tensor]:
@@ -151,8 +153,8 @@ class OffPolicy(Part):
 def _rejected(t: Tokens, rejected: Tensor, rule: str = "") -> dict[str, Tensor]:
     """Return the shares of tokens, and of sequences with all of their tokens, as metrics."""
     tokens, rows = f"rejected_tokens{rule}", f"rejected_sequences{rule}"
-    is_whole = t.segments.mean(rejected.float()) == 1
-    return t.means(**{tokens: rejected}) | t.means(of=keys.SEQUENCE_COUNT, **{rows: is_whole})
+    all_rejected = t.segments.mean(rejected.float()) == 1
+    return t.means(**{tokens: rejected}) | t.means(of=keys.SEQUENCE_COUNT, **{rows: all_rejected})
 
 
 class Mismatch:

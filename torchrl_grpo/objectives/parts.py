@@ -1,6 +1,7 @@
 """The parts of a ``PolicyLoss``: surrogates, selections of tokens, and further terms.
 
-Each says what it reads. Write your own from ``Surrogate``, ``Select``, or ``Term``.
+Each part declares what it reads. Write your own as a subclass of ``Surrogate``, ``Select``, or
+``Term``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Part(nn.Module):
         in_keys: names (of ``set_keys``) or keys of the entries that it needs, besides ``advantage``
             and the log-probs.
         active: whether it changes the loss. Otherwise a batch may lack these entries.
-        optional_in_keys: those that it reads if a batch has them.
+        optional_in_keys: entries that it reads if a batch has them.
         prepared: names of the values that ``prepare`` returns.
     """
 
@@ -40,8 +41,8 @@ class Part(nn.Module):
         super().__init__()
 
     def prepare(self, t: Tokens) -> dict[str, Tensor]:
-        """Return values [S] that depend on the whole optimization batch, which its passes then have
-        too. The tokens have no scores yet.
+        """Return values [S] that depend on the whole optimization batch, for all of its passes. The
+        tokens have no scores yet.
         """
         return {}
 
@@ -215,8 +216,8 @@ class VESPO(_Positive):
 
 
 def _by_sign(is_positive: Tensor, like: Tensor, positive: float, negative: float) -> Tensor:
-    """Return one of two numbers for each token, in the type of ``like``; torch.where alone would
-    make them float32.
+    """Return one of two numbers for each token, in the type of ``like``; plain ``torch.where``
+    would make them float32.
     """
     return torch.where(is_positive, like.new_tensor(positive), like.new_tensor(negative))
 
@@ -247,7 +248,7 @@ class KLCov(_Positive):
         return {"penalized": penalized.index_fill(0, covariance.topk(count).indices, True)}
 
     def forward(self, t: Tokens) -> Tensor:
-        """Return ``ratio A``, less ``penalty |log ratio|`` where it is penalized (equation 13)."""
+        """Return ``ratio A``, minus ``penalty |log ratio|`` for penalized tokens (equation 13)."""
         penalty = torch.where(t["penalized"], self.penalty * t["ratio"].log().abs(), 0.0)
         return t["ratio"] * t["advantage"] - penalty
 
@@ -278,7 +279,7 @@ class Select(Part):
 
 
 class Valid(Select):
-    """The tokens of sequences with a valid reward; all if the batch does not say."""
+    """The tokens of sequences with a valid reward; all tokens if the batch lacks ``reward_valid``."""
 
     is_of_loss = True
     optional_in_keys = ("reward_valid",)
@@ -318,11 +319,11 @@ class TopEntropy(Select):
     def forward(self, t: Tokens) -> Tensor | bool:
         """Return the tokens from the quantile ``1 - share`` on, which is linearly interpolated."""
         values = t["prox_entropy"].double().sort().values
-        place = (1 - self.share) * (len(values) - 1)
-        if place < 0:  # no tokens
+        position = (1 - self.share) * (len(values) - 1)
+        if position < 0:  # no tokens
             return True
-        low, high = values[math.floor(place)], values[math.ceil(place)]
-        return t["prox_entropy"] >= low + (high - low) * (place - math.floor(place))
+        low, high = values[math.floor(position)], values[math.ceil(position)]
+        return t["prox_entropy"] >= low + (high - low) * (position - math.floor(position))
 
 
 @dataclass(eq=False)
@@ -347,16 +348,16 @@ class ClipCov(Select):
             )
 
     def forward(self, t: Tokens) -> Tensor:
-        """Return all tokens but those drawn, at least one, from those between the bounds. The seed
-        is fixed, so that all ranks and a resumed run draw the same.
+        """Return all tokens except a random share, at least one, of the tokens between the bounds.
+        The seed is fixed, so that all ranks and a resumed run draw the same tokens.
         """
         covariance = _covariance(t)
         inside = (covariance > self.covariance_low) & (covariance < self.covariance_high)
         candidates = inside.nonzero().flatten()
         order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(0))
         count = max(1, int(self.covariance_share * len(covariance)))
-        drawn = candidates[order[:count].to(candidates.device)]
-        return torch.ones_like(inside).index_fill(0, drawn, False)
+        rejected = candidates[order[:count].to(candidates.device)]
+        return torch.ones_like(inside).index_fill(0, rejected, False)
 
 
 def _covariance(t: Tokens) -> Tensor:
@@ -429,9 +430,11 @@ class KLTo(Term):
         """Check the arguments."""
         super().__post_init__()
         check_choice("kl_estimator", self.estimator, get_args(KLEstimator))
-        self.other = "sample_log_prob" if self.policy == "inference" else f"{self.policy}_log_probs"
-        self.in_keys = (self.other,)
-        self.optional_in_keys = (self.other, "teacher_valid")
+        self.log_probs_key = (
+            "sample_log_prob" if self.policy == "inference" else f"{self.policy}_log_probs"
+        )
+        self.in_keys = (self.log_probs_key,)
+        self.optional_in_keys = (self.log_probs_key, "teacher_valid")
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -440,13 +443,13 @@ class KLTo(Term):
 
     def kl(self, t: Tokens) -> Tensor:
         """Return the KL of each token, [S]."""
-        return F.KL_ESTIMATORS[self.estimator](t["log_prob"], t[self.other])
+        return F.KL_ESTIMATORS[self.estimator](t["log_prob"], t[self.log_probs_key])
 
     def forward(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the KL of each token, and two estimates as metrics."""
-        current, other = t["log_prob"].detach(), t[self.other]
+        current, other = t["log_prob"].detach(), t[self.log_probs_key]
         if self.policy == "teacher" and "teacher_valid" in t:
-            t[self.other] = other = torch.where(t["teacher_valid"] > 0, other, current)
+            t[self.log_probs_key] = other = torch.where(t["teacher_valid"] > 0, other, current)
         kl = self.kl(t) * t["ratio"] if self.unbiased else self.kl(t)
         k1, k3 = F.kl_k1(current, other), F.kl_k3(current, other)
         return kl, t.means(**{f"kl_k1_to_{self.policy}": k1, f"kl_k3_to_{self.policy}": k3})

@@ -46,8 +46,8 @@ class PolicyLoss(LossModule):
     Everything else is a detached metric.
 
     ``normalize`` fixes what depends on a whole optimization batch, such as the weights of tokens;
-    then the outputs of its micro-batches add up to those of the batch, and so do the gradients. For
-    a batch without these entries, ``forward`` computes them from the batch itself.
+    then the outputs and gradients of its micro-batches add up to the whole batch's. Without it,
+    ``forward`` computes these entries from the batch that it gets.
 
     Args:
         actor_network: a TensorDict module that writes the current log-probs ``("cur_log_probs",
@@ -67,7 +67,7 @@ class PolicyLoss(LossModule):
         kl_mask_threshold: tokens with a larger k2 estimate of the KL to the sampling policy are
             removed from loss and metrics, as in TorchRL; None keeps all.
         sft_coeff: weight of minus the log-likelihood of the demonstrations in the batch.
-        device: of the loss's own buffers; by default, the device on which the model computes.
+        device: device of the loss's buffers; by default, the device on which the model computes.
 
     Raises:
         ValueError: ``actor_network`` is not a TensorDict module, or an argument is out of its
@@ -177,8 +177,8 @@ class PolicyLoss(LossModule):
             return self._in_keys
         of_scorer = getattr(self.actor_network, "optional_in_keys", ())
         of_parts = [*self._keys(optional=True).values(), *self._prepared().values()]
-        every = [*self.required_in_keys, *of_scorer, keys.TRAJECTORY, *of_parts, *_TOTALS]
-        return list(dict.fromkeys(every))
+        all_keys = [*self.required_in_keys, *of_scorer, keys.TRAJECTORY, *of_parts, *_TOTALS]
+        return list(dict.fromkeys(all_keys))
 
     @in_keys.setter
     def in_keys(self, names: list[NestedKey] | None) -> None:
@@ -195,8 +195,8 @@ class PolicyLoss(LossModule):
         return list(dict.fromkeys([names.action, *of_scorer, *of_parts]))
 
     def _keys(self, *, optional: bool = False) -> dict[NestedKey, NestedKey]:
-        """Return the keys, by name, of the entries that the parts need, whether the batch or the
-        scorer has them, or of those that they read if a batch has them.
+        """Return by name the keys of the entries that the parts need, from the batch or the scorer
+        or, if ``optional``, the keys of the entries that they read if a batch has them.
         """
         names: list[NestedKey] = [] if optional else ["mask", "sample_log_prob", "advantage"]
         names += ["is_demonstration"] if self.sft_coeff else []
@@ -209,7 +209,7 @@ class PolicyLoss(LossModule):
         return vars(self.tensor_keys).get(name, name)
 
     def _prepared(self) -> dict[str, NestedKey]:
-        """Return the keys of what ``prepare`` makes of each token, by name."""
+        """Return by name the keys of the values that ``prepare`` computes for each token."""
         names = [name for part in self._parts() for name in part.prepared]
         return {name: ("loss", name) for name in ("weights", "token_roles", *names)}
 
@@ -228,7 +228,7 @@ class PolicyLoss(LossModule):
             return [*self.of_tokens(t), *(["loss_sft"] if self.sft_coeff else [])]
 
     def select_out_keys(self, *out_keys: str) -> PolicyLoss:
-        """Return only these outputs from here on. TorchRL's own needs a batch with all in_keys."""
+        """Return only these outputs from now on. TorchRL's method needs a batch with all in_keys."""
         self._out_keys_apparent = list(out_keys)
         return self
 
@@ -238,7 +238,7 @@ class PolicyLoss(LossModule):
         return self
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
-        """Nothing to forward without a value estimator, and the scorer stays as it is."""
+        """Reset ``in_keys``. There is no value estimator to forward keys to."""
         self.in_keys = None
 
     # Reading a batch
@@ -268,8 +268,7 @@ class PolicyLoss(LossModule):
         return replace(rows, totals=totals, trajectory=trajectory)
 
     def normalize(self, batch: TensorDictBase) -> TensorDictBase:
-        """Fix what depends on a whole optimization batch, such as the weight of each token, in
-        place.
+        """Write what depends on a whole optimization batch, such as token weights, into the batch.
 
         Call it before splitting the batch, so that micro-batches add up to the batch.
 
@@ -294,10 +293,10 @@ class PolicyLoss(LossModule):
 
     def prepare(self, rows: Rows) -> Rows:
         """Return the sequences of a whole optimization batch with what depends on all of them."""
-        every = self._tokens(rows, {})
-        counts = self._selected(every, of_loss=True)
-        t = every.take(counts)
-        self._prepare(t, every, rows.trajectory)
+        all_tokens = self._tokens(rows, {})
+        counts = self._selected(all_tokens, of_loss=True)
+        t = all_tokens.take(counts)
+        self._prepare(t, all_tokens, rows.trajectory)
         values = {
             key: t[name].new_zeros(len(counts)).masked_scatter(counts, t[name])
             for name, key in self._prepared().items()
@@ -315,7 +314,7 @@ class PolicyLoss(LossModule):
         return self._keys() | self._keys(optional=True) | self._prepared() | self._scores()
 
     def _tokens(self, rows: Rows, scores: dict[str, Tensor]) -> Tokens:
-        """Return all scored tokens, those that do not count too, with the scores of a pass."""
+        """Return all scored tokens, counted or not, with the scores of a pass."""
         values = {
             name: rows.values[key] for name, key in self._values().items() if key in rows.values
         }
@@ -323,8 +322,8 @@ class PolicyLoss(LossModule):
         return Tokens(values | scores, rows.of_scored.to(device), rows.totals)
 
     def _selected(self, t: Tokens, *, of_loss: bool) -> Tensor:
-        """Return which sampled tokens pass the selections of the loss, and so count, or those of
-        the objective, [S] bool.
+        """Return, [S] bool, which sampled tokens count, because they pass the selections of the
+        loss, or which pass the selections of the objective.
         """
         flags = torch.ones_like(t["sample_log_prob"], dtype=torch.bool)
         if self.sft_coeff:
@@ -337,8 +336,8 @@ class PolicyLoss(LossModule):
                 flags = flags & chosen
         return flags
 
-    def _prepare(self, t: Tokens, every: Tokens, trajectory: Tensor | None = None) -> None:
-        """Add to the tokens that count what depends on all tokens of a batch."""
+    def _prepare(self, t: Tokens, all_tokens: Tokens, trajectory: Tensor | None = None) -> None:
+        """Add the values that depend on a whole batch to the tokens that count."""
         t["weights"] = token_weights(
             t.segments,
             self.aggregation,
@@ -352,7 +351,7 @@ class PolicyLoss(LossModule):
         sizes = t.segments.sizes
         totals = {keys.TOKEN_COUNT: sizes.sum(), keys.SEQUENCE_COUNT: (sizes > 0).sum()}
         if self.sft_coeff:
-            totals[keys.DEMONSTRATION_COUNT] = every["is_demonstration"].sum()
+            totals[keys.DEMONSTRATION_COUNT] = all_tokens["is_demonstration"].sum()
         t.totals = {key: total.clamp(min=1) for key, total in totals.items()}
 
     # Computing the loss
@@ -387,7 +386,7 @@ class PolicyLoss(LossModule):
         return self.actor_network(data)
 
     def scores_of_actor(self, batch: TensorDictBase, rows: Rows) -> dict[str, Tensor]:
-        """Return the scores of an actor network that is no ``TokenScorer``; see ``score``."""
+        """Return the scores of an actor network that is not a ``TokenScorer``; see ``score``."""
         out = self._act(batch)
         return {name: rows.value(out, key) for name, key in self._scores().items() if has(out, key)}
 
@@ -415,19 +414,21 @@ class PolicyLoss(LossModule):
 
     @torch.compiler.disable
     def tokens(self, rows: Rows, scores: dict[str, Tensor]) -> tuple[Tokens, Tokens | None]:
-        """Return the tokens that count, with what depends on the whole batch, and those of
-        demonstrations, on the device of the scores; for the arguments, see ``of_rows``.
+        """Return the tokens that count, with the values that depend on the whole batch, and the
+        tokens of demonstrations, on the device of the scores; for the arguments, see ``of_rows``.
         """
-        every = self._tokens(rows, scores)
-        t = every.take(self._selected(every, of_loss=True)).to(every["log_prob"].device)
+        all_tokens = self._tokens(rows, scores)
+        t = all_tokens.take(self._selected(all_tokens, of_loss=True)).to(
+            all_tokens["log_prob"].device
+        )
         sampler = "log_prob" if self.objective.is_supervised else "sample_log_prob"
         t["sample_log_prob"] = t[sampler].detach()
         if self.kl_mask_threshold:
             k2 = F.kl_k2(t["log_prob"].detach(), t["sample_log_prob"])
             t = t.take(k2 <= self.kl_mask_threshold)
         if not t.totals:
-            self._prepare(t, every, rows.trajectory)
-        return t, every.take(every["is_demonstration"].bool()) if self.sft_coeff else None
+            self._prepare(t, all_tokens, rows.trajectory)
+        return t, all_tokens.take(all_tokens["is_demonstration"].bool()) if self.sft_coeff else None
 
     def of_tokens(self, t: Tokens) -> dict[str, Tensor]:
         """Return the loss terms and the metrics of the tokens that count."""

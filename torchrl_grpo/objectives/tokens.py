@@ -17,16 +17,16 @@ from torchrl_grpo.models.segments import Segments, send
 class Tokens:
     """Values of the S tokens that count, by name: ``tokens["advantage"]`` is [S].
 
-    There is no padding and no mask. The names come from ``loss.set_keys``, and keys of the
-    batch, of the entries that the parts of the loss say they read; ``"log_prob"`` and ``"entropy"``
-    of the policy that is trained; and, from ``OffPolicy`` on, ``"prox_log_prob"``, ``"ratio"`` and
+    There is no padding and no mask. There are the entries that the parts of the loss read, by their
+    name in ``loss.set_keys`` or else by their key in the batch; ``"log_prob"`` and ``"entropy"`` of
+    the trained policy; and, once ``OffPolicy`` has run, ``"prox_log_prob"``, ``"ratio"`` and
     ``"behaviour_weight"``.
 
     Args:
         values: by name or key, [S] each.
         segments: the sequences of the tokens, on their device.
-        totals: of the whole optimization batch: ``TOKEN_COUNT``, the divisor of means over tokens,
-            and ``SEQUENCE_COUNT``, that of means over sequences.
+        totals: counts of the whole optimization batch, which divide sums into means:
+            ``TOKEN_COUNT`` over tokens, ``SEQUENCE_COUNT`` over sequences.
     """
 
     values: dict[NestedKey, Tensor]
@@ -92,7 +92,7 @@ class Tokens:
         return Tokens(values, self.segments.to(device), totals)
 
     def weighted_sum(self, values: Tensor) -> Tensor:
-        """Return the sum that is part of the loss."""
+        """Return the sum of the values, times the weights of their tokens in the loss."""
         return (self["weights"] * values).sum()
 
     def means(self, *, of: NestedKey = keys.TOKEN_COUNT, **values: Tensor) -> dict[str, Tensor]:
@@ -126,11 +126,12 @@ def token_weights(
         segments: the sequences of the S tokens that count, N of them.
         aggregation: the average.
         constant_length: divisor of ``constant``, in tokens; 1 for the plain sum.
-        dtype: of the weights.
-        trajectory: [N] int64 in [0, N), of each row; None if each row is a trajectory.
+        dtype: dtype of the weights.
+        trajectory: number of the trajectory of each row, [N] int64 in [0, N); None if each row is
+            one.
 
     Returns:
-        [S] of that type. A sequence without tokens has no effect.
+        [S] of ``dtype``. A sequence without tokens has no effect.
     """
     sizes = length = segments.sizes
     if trajectory is not None:

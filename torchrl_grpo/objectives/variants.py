@@ -1,6 +1,4 @@
-"""Losses with other objectives: CISPO, SAPO, GMPO, VESPO, Clip-Cov and KL-Cov; and that of
-demonstrations.
-"""
+"""Losses with other objectives: CISPO, SAPO, GMPO, VESPO, Clip-Cov, KL-Cov and demonstrations."""
 
 from __future__ import annotations
 

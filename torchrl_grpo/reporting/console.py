@@ -58,7 +58,7 @@ class Console(AbstractContextManager["Console"]):
     Args:
         every: number of steps per printed line if there is no terminal.
         file: where to print; standard output by default.
-        width: columns; by default the terminal's.
+        width: number of columns; by default the terminal's.
 
     Examples:
         >>> import sys

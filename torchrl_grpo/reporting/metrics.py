@@ -60,7 +60,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
     Lifecycle: ``log``, ``log_samples`` and ``log_spans`` in any order, then ``close``, once or
     more. A logger opened on the directory of an earlier run appends to it; ``truncate(step)`` first
     drops the steps that the resumed run will repeat, so that the files of an interrupted and
-    resumed run equal those of an uninterrupted one.
+    resumed run equal an uninterrupted run's.
 
     Attributes:
         last_row: last row of ``metrics.jsonl``; empty if it has none.

@@ -62,8 +62,8 @@ class Failure:
         """
         frames = traceback.extract_tb(error.__traceback__)
         user_frames = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
-        expected = isinstance(error, InvalidRewardError)
-        visible_frames = user_frames or ([] if expected else frames)
+        is_invalid_reward = isinstance(error, InvalidRewardError)
+        visible_frames = user_frames or ([] if is_invalid_reward else frames)
         lines = [*traceback.format_list(visible_frames), *traceback.format_exception_only(error)]
         cause = error.cause if isinstance(error, InvalidRewardError) else "exception"
         line = f"{type(error).__name__}: {printable(clip(str(error), _MAX_LINE_CHARACTERS))}"
@@ -90,10 +90,10 @@ def advance(
     turns = attempt(lambda dialogs: task.advance(dialogs, timeout_s), dialogs)  # may be a user's
     if isinstance(turns, Exception):
         turns = [turns] * len(dialogs)
-    return [_checked(turn, task) for turn in turns]
+    return [_check_turn(turn, task) for turn in turns]
 
 
-def _checked(turn: Turn | Exception, task: Task) -> Turn | Failure:
+def _check_turn(turn: Turn | Exception, task: Task) -> Turn | Failure:
     if isinstance(turn, Exception):
         return Failure.of(turn)
     try:
@@ -258,9 +258,8 @@ def serve(fd: int, parent: int) -> None:
                 open_episodes.update(dialog.episode for dialog in dialogs if dialog.episode)
                 try:
                     turns = advance(task, dialogs, timeout_s)
-                except (
-                    BaseException
-                ) as error:  # raised by a scorer: no keyboard interrupts a worker
+                # A scorer raised it, because no keyboard interrupts a worker.
+                except BaseException as error:
                     turns = [Failure.of(error)] * len(dialogs)
                 connection.send_bytes(encode(turns, number))
         finally:

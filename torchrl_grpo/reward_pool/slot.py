@@ -66,8 +66,8 @@ class Worker(PipedChild):
         self._requests += 1
         self.connection.send((self._requests, dialogs, ended, timeout_s))
         # The process itself enforces the limit for several dialogs, or stateful ones.
-        patience = len(dialogs) > 1 or any(dialog.episode for dialog in dialogs)
-        if not self.connection.poll(timeout_s + patience):
+        grace_s = len(dialogs) > 1 or any(dialog.episode for dialog in dialogs)
+        if not self.connection.poll(timeout_s + grace_s):
             return None
         return decode(self.connection.recv_bytes(MAX_ANSWER_BYTES), self._requests, len(dialogs))
 
@@ -187,9 +187,8 @@ class WorkerSlot:
                 message = "" if is_stateful else f"it took longer than {self._timeout_s:g} s"
                 return [Failure(("timeout",), text, "timeout", message, text)] * len(dialogs)
             break
-        if (
-            len(dialogs) > 1 and not is_stateful
-        ):  # one by one, to find the dialog that ended the process
+        if len(dialogs) > 1 and not is_stateful:
+            # one by one, to find the dialog that ended the process
             return [turn for dialog in dialogs for turn in self._request([dialog], ())]
         if is_stateful:
             text = f"its process ended ({end})."
@@ -202,7 +201,7 @@ class WorkerSlot:
     def _running_worker(self) -> Worker:
         with self._lock:
             if self.closed:
-                raise RuntimeError("the reward pool is closed: make a new one.")
+                raise RuntimeError("the reward pool is closed: create a new one.")
             if self.worker is None:
                 self.worker = Worker(self._task)
             return self.worker

@@ -24,7 +24,7 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Form:
-    """How reward functions are called.
+    """Calling convention of reward functions.
 
     Attributes:
         arguments: returns the arguments by name, and those for ``**kwargs``, from facts and columns.
@@ -36,7 +36,7 @@ class Form:
 
 
 def _plain_arguments(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
-    names = (*FACTS, *(facts.keys() & _OF_SOME))
+    names = (*FACTS, *(facts.keys() & _OCCASIONAL_FACTS))
     return columns | {name: facts[name] for name in names}, columns
 
 
@@ -59,9 +59,9 @@ ENVIRONMENTS = {"environments"}
 """Argument if environments play the dialogs: a list of the response's environment."""
 IMAGES = {"images"}
 """Argument if problems have images: a list of PIL images."""
-_OF_SOME = ENVIRONMENTS | IMAGES
+_OCCASIONAL_FACTS = ENVIRONMENTS | IMAGES
 _ABSENT = object()
-_NOTHING: Arguments = dict.fromkeys(
+_EMPTY_FACTS: Arguments = dict.fromkeys(
     (*FACTS, "prompt_column", "prompt_messages", "completion_messages", "dataset")
 )
 
@@ -84,7 +84,7 @@ class RewardFunction:
 
     >>> def short(response, limit): return len(response) < limit
     >>> reward = RewardFunction(short, RewardEntry("my.py:short", "short", 1.0, {"limit": 3}))
-    >>> reward.parts(reward.call({**_NOTHING, "response": "yes"}, {}))
+    >>> reward.parts(reward.call({**_EMPTY_FACTS, "response": "yes"}, {}))
     {'short': 0.0}
     """
 
@@ -92,7 +92,7 @@ class RewardFunction:
         self.function = function
         self.name = entry.name
         self.options = dict(entry.options)
-        self._expected = set(entry.weight) if isinstance(entry.weight, Mapping) else set()
+        self._weighted_parts = set(entry.weight) if isinstance(entry.weight, Mapping) else set()
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError) as error:
@@ -103,7 +103,7 @@ class RewardFunction:
             p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         }
         self._names = set(by_name)
-        self._needed = {key for key, p in by_name.items() if p.default is p.empty}
+        self._required_names = {key for key, p in by_name.items() if p.default is p.empty}
         self._takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
         unknown = sorted(set(self.options) - self._names)
         if unknown and not self._takes_rest:
@@ -122,7 +122,9 @@ class RewardFunction:
         if self._names & FOREIGN_NAMES or (
             self._names & ENVIRONMENTS and not self._names & _PLAIN_NAMES
         ):
-            self.form = load_extra("reward_form")(self.name, self._names, bool(self._expected))
+            self.form = load_extra("reward_form")(
+                self.name, self._names, bool(self._weighted_parts)
+            )
 
     @property
     def asynchronous(self) -> bool:
@@ -148,14 +150,14 @@ class RewardFunction:
         Raises:
             ValueError: some are neither.
         """
-        facts = _NOTHING if has_answer else _NOTHING | {"answer": _ABSENT}
+        facts = _EMPTY_FACTS if has_answer else _EMPTY_FACTS | {"answer": _ABSENT}
         facts = facts | (dict.fromkeys(ENVIRONMENTS) if has_environment else {})
         facts = facts | (dict.fromkeys(IMAGES) if has_images else {})
         arguments = self.form.arguments(facts, dict.fromkeys(columns))[0]
-        known = {name for name, value in arguments.items() if value not in (_ABSENT, [_ABSENT])}
-        missing = sorted(self._needed - set(self.options) - known)
-        hint = load_extra("explain_arguments")(missing, sorted(known)) if missing else ""
-        if not hint and not self._takes_rest and not (self._names - set(self.options)) & known:
+        available = {name for name, value in arguments.items() if value not in (_ABSENT, [_ABSENT])}
+        missing = sorted(self._required_names - set(self.options) - available)
+        hint = load_extra("explain_arguments")(missing, sorted(available)) if missing else ""
+        if not hint and not self._takes_rest and not (self._names - set(self.options)) & available:
             raise ValueError(
                 f"reward {self.name} must take something of a response, such as `response` or "
                 f"`completions`, but its parameters are {sorted(self._names)}: if it returns a "
@@ -169,8 +171,8 @@ class RewardFunction:
                 fix = "name the column of the images as env.columns.images"
             raise ValueError(
                 f"reward {self.name} needs {' and '.join(missing)}, which {verb} neither a column "
-                f"nor a built-in argument: use some of these names: {', '.join(sorted(known))}; or "
-                f"{fix}."
+                f"nor a built-in argument: use some of these names: {', '.join(sorted(available))}; "
+                f"or {fix}."
             )
 
     def call(self, facts: Arguments, columns: Arguments) -> Any:
@@ -201,11 +203,11 @@ class RewardFunction:
         result = self.form.result(self.name, result)
         if not isinstance(result, Mapping):
             result = {"": result}
-        if not self._expected <= set(result):
+        if not self._weighted_parts <= set(result):
             raise ValueError(
                 f"reward {self.name} must return the parts that have a weight, "
-                f"{sorted(self._expected)}, but it returned {sorted(map(str, result))}: return "
-                "None for a part that does not apply."
+                f"{sorted(self._weighted_parts)}, but it returned {sorted(map(str, result))}: "
+                "return None for a part that does not apply."
             )
         by_name = {
             (f"{self.name}/{key}") if key else self.name: value

@@ -42,7 +42,7 @@ class Actor:
     def setup(self, *arguments: Any) -> int:
         """Make the part, with arguments for the factory. Return the process id."""
         enable_stack_dump()
-        atexit.register(leave)  # where Ray ends before it has killed the actor
+        atexit.register(leave)  # if Ray ends before it has killed the actor
         self._part = self._factory(*arguments)
         return os.getpid()
 

@@ -292,12 +292,12 @@ class Cluster:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         cpus = [node.get("CPU", 0.0) for node in nodes]
         place = f"the Ray cluster at {self.address}" if self.address else "this machine"
-        most = int(max(node.get("GPU", 0) for node in nodes))
-        if 0 < most < tensor_parallel_size:
+        maximum = int(max(node.get("GPU", 0) for node in nodes))
+        if 0 < maximum < tensor_parallel_size:
             raise ValueError(
                 f"train_model.tensor_parallel_size={tensor_parallel_size} must not exceed the GPUs "
-                f"of one machine, but no machine of {place} has more than {most}: use {most}, or "
-                "leave it out to shard over all devices."
+                f"of one machine, but no machine of {place} has more than {maximum}: use {maximum}, "
+                "or leave it out to shard over all devices."
             )
         bundles, by_role = allocations(plan, cpus, tensor_parallel_size)
         widest = max(bundle.get("GPU", 0) for bundle in bundles)
@@ -444,8 +444,8 @@ def start(address: str | None = None) -> Cluster:
     default, which it keeps in ``~/.ray``.
 
     Args:
-        address: ``auto`` (this machine's cluster or ``RAY_ADDRESS``) or ``host:port``; None
-            starts a cluster.
+        address: ``auto`` (this machine's cluster, or the one at ``RAY_ADDRESS``) or ``host:port``;
+            None starts a cluster.
 
     Raises:
         ValueError: Ray is missing or too old, or there is no cluster at the address.
@@ -674,10 +674,10 @@ def missing_resources(
                 f"{needed:g} {resource} are needed, but only {available:g} of {total:g} are free"
             )
         largest = max(bundle.get(resource, 0) for bundle in bundles)
-        most = max((node.get(resource, 0) for node in nodes), default=0)
-        if needed <= available and largest > most:
+        maximum = max((node.get(resource, 0) for node in nodes), default=0)
+        if needed <= available and largest > maximum:
             shortages.append(
-                f"one process needs {largest:g} {resource}, but no machine has more than {most:g}"
+                f"one process needs {largest:g} {resource}, but no machine has more than {maximum:g}"
             )
     return (
         " and ".join(shortages)

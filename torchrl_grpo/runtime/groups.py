@@ -43,12 +43,12 @@ class PackedGroup:
             dict(row.items(True, leaves_only=True, is_leaf=is_leaf_nontensor)) for row in sequences
         ]
         columns = [_column(key, [row.get(key) for row in rows]) for key in rows[0]]
-        whole = any(row.keys() != rows[0].keys() for row in rows) or any(
+        is_ragged = any(row.keys() != rows[0].keys() for row in rows) or any(
             row.batch_size for row in sequences
         )
         return (
             (_as_it_is, (self._group,))
-            if whole or None in columns
+            if is_ragged or None in columns
             else (_rows, (len(rows), columns))
         )
 

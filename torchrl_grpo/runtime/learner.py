@@ -178,9 +178,9 @@ class RayLearner:
         """See ``Learner.export``; rank 0 writes the files."""
         return self._ask_all("export", "export", checkpointer, tokenizer, ended)
 
-    def samples(self, most: int | None) -> list[dict[str, Any]]:
+    def samples(self, max_rows: int | None) -> list[dict[str, Any]]:
         """See ``Learner.samples``."""
-        return self._ask_first("show samples", "samples", most)
+        return self._ask_first("show samples", "samples", max_rows)
 
     def mismatch(self, probe: Any) -> tuple[float, float]:
         """See ``Learner.mismatch``."""

@@ -487,8 +487,8 @@ class Rollouts:
         return [*self.samplers, *self.references, *self.teachers]
 
 
-def _is_next(worker: Worker, workers: Sequence[Worker], most: int) -> bool:
+def _is_next(worker: Worker, workers: Sequence[Worker], max_tasks: int) -> bool:
     """Return whether a worker is the first with the fewest tasks, and may take another one."""
-    if not workers or len(worker.tasks) >= most:
+    if not workers or len(worker.tasks) >= max_tasks:
         return False
     return min(workers, key=lambda other: len(other.tasks)) is worker

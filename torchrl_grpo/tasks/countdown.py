@@ -34,7 +34,7 @@ class CountdownTask(GeneratedTask):
     """Countdown problems, drawn by a seeded generator; a problem's ``answer`` is one of possibly
     many solutions.
 
-    ``problems`` returns up to 4096 train and 512 test problems. The reward is that of
+    ``problems`` returns up to 4096 train and 512 test problems. The reward is computed by
     ``torchrl_grpo.rewards.countdown``.
 
     Args:

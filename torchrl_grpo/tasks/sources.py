@@ -2,7 +2,7 @@
 
 Text files are read here, row by row, so that errors name the line of a malformed row and no value
 changes: ``datasets`` would turn text into dates, and the answers in a csv file into numbers. The
-rows are then a ``datasets.Dataset``, as for parquet files and the hub.
+rows are then a ``datasets.Dataset``, as from parquet files and the hub.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class UnknownSplitError(ValueError):
 
 
 def data_name(dataset: str) -> str:
-    """Return the name of a data set: the name of a file or folder, or the name without the library or
-    the owner on the hub.
+    """Return the name of a data set: the name of its file or folder, or its name without the
+    library or the owner on the hub.
 
     >>> data_name("data/a.jsonl"), data_name("org/set-1.5"), data_name("reasoning_gym:chain_sum")
     ('a', 'set-1.5', 'chain_sum')

@@ -87,7 +87,7 @@ class GroupAdvantage(BatchTransform):
     REINFORCE++ (arXiv 2501.03262). Not in a ``TransformedEnv``, where no sequence is whole.
 
     With ``level="turn"`` it is one for each turn, for all of its tokens: the turn's return, its own
-    reward and those of the turns after it, each discounted once more by ``gamma``. Returns are
+    reward and the rewards of later turns, each discounted once more by ``gamma``. Returns are
     compared turn by turn: the first turns with each other, then the second ones, as long as all
     valid members of the group have that turn. Later turns are compared together with the last one
     that all have.
@@ -126,14 +126,14 @@ class GroupAdvantage(BatchTransform):
         trajectory_return: how the rewards of a trajectory are combined: their sum, the largest, or
             the mean.
         reward_key: [..., 1] floating, one reward a row (or [..., n, 1]), ``("next", "reward")`` if
-            None: what ``RewardShaping`` writes is read only where ``keys.SHAPED_REWARD`` is named
+            None: what ``RewardShaping`` writes is read only if ``keys.SHAPED_REWARD`` is named
             here. At level token [..., T], one reward a token, ``("next", "token_reward")`` if None.
-            At level turn likewise, if None ``("next", "turn_rewards")`` or, where a row has none,
-            its reward.
-        part_weights: weights of the parts in ``("next", "reward_parts")``, by part or function, 1
-            where none is given; where a batch has several data sets, these by the name in
-            ``"dataset"``. None reads the reward as a whole.
-        valid_key: [..., 1] bool; where the key is missing every reward is valid.
+            At level turn likewise, if None ``("next", "turn_rewards")`` or, if a row has none, its
+            reward.
+        part_weights: weights of the parts in ``("next", "reward_parts")``, by part or function, by
+            default 1; for several data sets, these by the name in ``"dataset"``. None reads the
+            reward as a whole.
+        valid_key: [..., 1] bool; if the key is missing, every reward is valid.
         group_key: [..., 1] int64, or text that is equal within a group.
         done_key: [..., 1] bool, the last step of a trajectory.
         advantage_key: [..., 1] float32, written; at level token or turn [..., T], ragged like the
@@ -145,7 +145,7 @@ class GroupAdvantage(BatchTransform):
         rewards_key: TorchRL's name of ``reward_key``.
         **candidates: arguments of ``MCAdvantage``, those that are named above.
 
-    At level token, ``"state_value"`` is read where the batch has it: [..., T] floating, at each
+    At level token, ``"state_value"`` is read if the batch has it: [..., T] floating, at each
     sampled token the value of the state that it was sampled in. Without it the values are 0. A
     sequence has no value after its last token, whether it was truncated or not.
 
@@ -257,7 +257,7 @@ class GroupAdvantage(BatchTransform):
     @property
     def queue(self) -> GroupQueue:
         if "queue" not in self._modules:
-            # Imports vLLM, where it is installed.
+            # Imports vLLM, if it is installed.
             from torchrl_grpo.transforms.groups import GroupQueue
 
             trajectory_return = "sum" if self.repeats > 1 else None
@@ -324,8 +324,8 @@ class GroupAdvantage(BatchTransform):
 
     def _members(self, flat: TensorDictBase) -> Tensor:
         """[N] int64, the number of the trajectory that each row is a step of."""
-        every = torch.ones_like(group_ids(flat, self.group_key), dtype=torch.bool)
-        done = _column(flat, self.done_key, every).long()
+        ones = torch.ones_like(group_ids(flat, self.group_key), dtype=torch.bool)
+        done = _column(flat, self.done_key, ones).long()
         if len(done) and not done[-1]:
             raise ValueError(
                 f"{self.done_key!r} must be True in the last row of a batch, which ends a "
@@ -391,7 +391,7 @@ class GroupAdvantage(BatchTransform):
         return set_tokens(tensordict, self.advantage_key, of_token)
 
     def _check_prompts(self, flat: TensorDictBase, group: Tensor) -> None:
-        """Check that the rows of a group have one prompt, where the batch has it as text."""
+        """Check that the rows of a group have one prompt, if the batch has it as text."""
         if self.group_key == keys.GROUP_ID and has(flat, keys.QUERY):
             prompts = set(zip(group.tolist(), group_keys(flat, keys.QUERY), strict=True))
             if len(prompts) > group.unique().numel():
@@ -482,9 +482,9 @@ class GroupAdvantage(BatchTransform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         step = tensordict.copy().update(next_tensordict).set("next", next_tensordict)
         group = group_ids(tensordict, self.group_key)
-        every = torch.ones_like(group, dtype=torch.bool)
-        complete = all_of_group(group, _column(step, self.done_key, every))
-        before = all_of_group(group, _column(tensordict, in_next(self.done_key), ~every))
+        ones = torch.ones_like(group, dtype=torch.bool)
+        complete = all_of_group(group, _column(step, self.done_key, ones))
+        before = all_of_group(group, _column(tensordict, in_next(self.done_key), ~ones))
         row = torch.arange(len(group), device=group.device)
         valid = self._valid(step, row)
         # What the batch means here: rewards of dialogs in progress are not known yet.

@@ -15,10 +15,10 @@ class BatchTransform(Transform):
 
     Subclasses implement ``write``; those that also work in a ``TransformedEnv`` override ``_step``,
     ``_reset`` and ``transform_observation_spec``. A call computes the entries, and so does a replay
-    buffer when data is added. What is sampled from it has them and is left alone.
+    buffer when data is added. Data sampled from it already has them and does not change.
 
     Attributes:
-        batch_keys: the entries as a batch has them, where ``out_keys`` are those of an environment.
+        batch_keys: keys of the entries in a batch, if ``out_keys`` name an environment's.
     """
 
     batch_keys: Sequence[NestedKey] | None = None
@@ -28,7 +28,7 @@ class BatchTransform(Transform):
         raise NotImplementedError
 
     def extend(self, batch: TensorDictBase) -> TensorDictBase | None:
-        """Write the entries into data that is added to a replay buffer; None holds all of it back."""
+        """Write the entries into data that is added to a replay buffer; None adds nothing yet."""
         return self.write(batch)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -38,19 +38,19 @@ class BatchTransform(Transform):
         return tensordict if self._is_written(tensordict) else self.write(tensordict)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Write the entries of data that is added to a replay buffer. An environment's input is left
-        alone, because ``_step`` computes.
+        """Write the entries of data that is added to a replay buffer. In an environment it does
+        nothing, because ``_step`` computes them.
         """
-        # None if another transform of the buffer holds everything back
+        # None if another transform of the buffer adds nothing yet
         if tensordict is None or self.parent is not None or self._is_written(tensordict):
             return tensordict
         return self.extend(tensordict)
 
-    _call = _inv_call  # of a buffer's append_transform(invert=True), which samples by it as well
+    _call = _inv_call  # a buffer with append_transform(invert=True) also samples through it
 
     def _is_written(self, batch: TensorDictBase) -> bool:
-        """Return whether a replay buffer samples what was written when data was added. A buffer puts
-        its transforms into eval mode; a direct call computes again.
+        """Return whether the entries were written when the data was added to a replay buffer. A
+        buffer puts its transforms into eval mode; a direct call computes again.
         """
         return not self.training and all(
             has(batch, key) for key in self.batch_keys or self.out_keys

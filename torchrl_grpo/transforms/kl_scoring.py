@@ -39,7 +39,7 @@ class KLScoring(BatchTransform):
     It works on its own (``scoring(batch)``), in a replay buffer (where it scores new data) and in a
     ``TransformedEnv`` (where it scores the tokens sampled at each step). Tokens are copied to the
     reference model's device and log-probs are copied back; the model never moves. In a batch with
-    ``("kept_tokens", "sampled")``, log-probs are those of the distribution over these tokens.
+    ``("kept_tokens", "sampled")``, log-probs come from the distribution over these tokens.
 
     Args:
         scorer: the reference model, with the temperature of the policy.

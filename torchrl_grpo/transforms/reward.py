@@ -33,8 +33,9 @@ class RewardShaping(BatchTransform):
     ``"reward_valid"`` is False. If a trajectory has several samples, the last one gets the task's
     reward with scale, bias, clip and penalty, and each gets its own KL; their sum is the
     trajectory's shaped reward. ``("next", "reward")`` does not change, and ``GroupAdvantage`` reads
-    it by default: for the shaped reward, use ``GroupAdvantage(...,
-    reward_key=keys.SHAPED_REWARD)``, or ``level="token"``, which reads the token rewards.
+    it by default: for the shaped reward, use
+    ``GroupAdvantage(..., reward_key=keys.SHAPED_REWARD)``, or ``level="token"``, which reads the
+    token rewards.
 
     It works on finished sequences: called on a batch, in place, or in a replay buffer, where
     ``extend`` shapes new data. A buffer applies

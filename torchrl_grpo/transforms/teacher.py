@@ -49,7 +49,7 @@ class TeacherStates(KLScoring):
 
 
 class TeacherScoring(Transform):
-    """Has a teacher score responses after the prompts that were written for it,
+    """Let a teacher score responses after the prompts that were written for it,
     ``("teacher", "prompt")``, if there are any, and writes ``"teacher_valid"``: False where there is
     an empty prompt, or another teacher's data set.
 

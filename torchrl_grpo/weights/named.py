@@ -156,9 +156,9 @@ def expected_weights(model: nn.Module) -> tuple[dict[str, torch.Size], set[str]]
         on_meta = ((name, parameter.detach().to("meta")) for name, parameter in parameters)
         return {name: weight.shape for name, weight in to_checkpoint(model, on_meta)}
 
-    every = shapes(remove_duplicate=False)
+    all_shapes = shapes(remove_duplicate=False)
     buffers = {name for name, _ in model.named_buffers()}
-    return every, (every.keys() - shapes(remove_duplicate=True).keys()) | buffers
+    return all_shapes, (all_shapes.keys() - shapes(remove_duplicate=True).keys()) | buffers
 
 
 def to_checkpoint(model: nn.Module, weights: NamedTensors) -> TensorStream:
@@ -296,7 +296,7 @@ def check_weights(
     model: str,
     optional: Collection[str] = (),
 ) -> None:
-    """Check that weights belong to a model, each exactly once.
+    """Check that a model has these weights, each exactly once.
 
     Args:
         layout: name and shape of each weight.

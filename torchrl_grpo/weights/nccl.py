@@ -102,10 +102,10 @@ class NcclWeights(TransferHandle):
         return init
 
     def updates(self) -> Updates:
-        named = [
+        entries = [
             (name, dtype, list(shape)) for dtype, layout in self.parts for name, shape in layout
         ]
-        names, dtypes, shapes = (list(values) for values in zip(*named, strict=True))
+        names, dtypes, shapes = (list(values) for values in zip(*entries, strict=True))
         yield {"names": names, "dtype_names": dtypes, "shapes": shapes}
 
 
@@ -168,7 +168,7 @@ class NcclSender(MeetingSender):
         store, group = self._meeting.connect(), None
         try:
             for number in count():
-                version = self._asked(store, f"round/{number}")
+                version = self._wait_for_request(store, f"round/{number}")
                 if version is None:
                     return
                 if version not in self._parts:
@@ -181,7 +181,7 @@ class NcclSender(MeetingSender):
             if group is not None:
                 group.destroy()  # aborts pending transfers
 
-    def _asked(self, store: Any, key: str) -> int | None:
+    def _wait_for_request(self, store: Any, key: str) -> int | None:
         """Wait for the version that the engines ask for; return None once this sender closes."""
         while not self._closing.is_set():
             try:
@@ -214,11 +214,11 @@ def _copied(flat: Tensor, part: Part) -> TensorStream:
     """
     copy = flat.cuda(non_blocking=True)
     done = torch.cuda.current_stream().record_event()
-    for named in unpacked(copy, part):
+    for weight in unpacked(copy, part):
         stream = torch.cuda.current_stream()
         stream.wait_event(done)
         copy.record_stream(stream)  # its memory is not reused before this stream has read it
-        yield named
+        yield weight
 
 
 def _new_group_id() -> bytes:

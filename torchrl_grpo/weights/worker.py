@@ -65,11 +65,11 @@ class WeightSyncExtension:
         engine = _transfer_engine(worker, backend)
         if backend == "ipc":
             update = opened(update)
-        take = partial(_take, worker, engine, init, update, first, last)
+        receive_part = partial(_receive_part, worker, engine, init, update, first, last)
         if deadline_s is None:
-            take()
+            receive_part()
             return ""
-        failure = _run_within(take, deadline_s)
+        failure = _run_within(receive_part, deadline_s)
         if failure:
             worker.weight_transfer_engine = None
             engine.shutdown()  # aborts pending transfers
@@ -88,9 +88,9 @@ class WeightSyncExtension:
     def digest(self) -> str:
         """Return a checksum of this worker's parameters; it depends on each byte's position."""
         worker: Any = self
-        named = worker.model_runner.get_model().named_parameters()
+        parameters = worker.model_runner.get_model().named_parameters()
         return hashlib.sha256(
-            repr([(name, checksum(parameter.data)) for name, parameter in named]).encode()
+            repr([(name, checksum(parameter.data)) for name, parameter in parameters]).encode()
         ).hexdigest()
 
     def zero_received_weights(self) -> None:
@@ -161,7 +161,7 @@ def _transfer_engine(worker: Any, backend: str) -> Any:
     return engine
 
 
-def _take(
+def _receive_part(
     worker: Any,
     engine: Any,
     init: dict[str, Any] | None,

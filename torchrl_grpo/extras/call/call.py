@@ -60,11 +60,11 @@ def train(
     """Train, as the command ``grpo`` does: with its config, checks, messages and files.
 
     Args:
-        config: name of a config, as ``--config-name``.
+        config: name of a config, as in ``--config-name``.
         dataset: ``env.dataset``, or its rows.
-        test_dataset: rows to test on; or a data set of ``evaluation.datasets``.
-        reward: ``env.reward``; functions may stand wherever it takes a name.
-        model: ``model.name``, or a model, of which a copy is trained.
+        test_dataset: rows to test on, or an entry of ``evaluation.datasets``.
+        reward: ``env.reward``; functions may replace names in it.
+        model: ``model.name``, or a model object; a copy of it is trained.
         tokenizer: tokenizer (or processor) of a model object.
         tools: ``env.tools``, or functions.
         environment: ``env.environment``, or a class, or classes by name.
@@ -73,14 +73,14 @@ def train(
         loss: ``policy.loss._target_``, or a subclass of ``GRPOLoss`` or ``Surrogate``.
         observers: called after each step is recorded and saved; functions get the step and its
             metrics.
-        overrides: values by config key; objects may stand for names.
+        overrides: values by config key; objects may replace names.
         folder: folder of the run; by default ``outputs/DATE/TIME``.
         resume: ``train.resume``: ``"auto"``, a checkpoint, or the folder of a run.
         asynchronous: whether to sample while training, as ``grpo-async`` does.
 
     Raises:
         ConfigError: a value breaks a rule; the message names key, rule, value and fix.
-        KeyboardInterrupt: the run was interrupted, after it has written a checkpoint.
+        KeyboardInterrupt: the run was interrupted and wrote a checkpoint.
         RunLostError: the run cannot continue.
     """
     values = {
@@ -105,12 +105,14 @@ def train(
     try:
         _check_keys(settings, overrides or {}, model, tokenizer)
         settings |= overrides or {}
-        where = claim(Path(time.strftime(_DEFAULT_FOLDER))) if folder is None else Path(folder)
-        with _interrupts():
-            return _run(config, settings, where, tokenizer, observers, asynchronous=asynchronous)
+        run_folder = claim(Path(time.strftime(_DEFAULT_FOLDER))) if folder is None else Path(folder)
+        with _delay_interrupts():
+            return _run(
+                config, settings, run_folder, tokenizer, observers, asynchronous=asynchronous
+            )
     except (ConfigError, RunLostError, KeyboardInterrupt) as error:
-        # The message is for the user; what led to it would only hide it.
-        raise _in_words_of_a_call(error).with_traceback(None) from None
+        # The message is for the user; a traceback would only bury it.
+        raise _name_arguments(error).with_traceback(None) from None
 
 
 def evaluate(
@@ -124,7 +126,7 @@ def evaluate(
 
     Args:
         config: see ``train``.
-        dataset: rows to evaluate; or a data set, of which the test split is evaluated.
+        dataset: rows to evaluate, or a data set, whose test split is evaluated.
         overrides: see ``train``.
         **arguments: see ``train``.
 
@@ -140,10 +142,10 @@ def evaluate(
 def _check_keys(
     settings: Mapping[str, Any], overrides: Mapping[str, Any], model: Any, tokenizer: Any
 ) -> None:
-    """Refuse what would be ignored.
+    """Refuse keys and arguments that would be ignored.
 
     Raises:
-        ConfigError: a key has two values, or belongs to Hydra.
+        ConfigError: a key has two values or belongs to Hydra, or a tokenizer has no model object.
     """
     for key in overrides:
         if key in settings:
@@ -171,13 +173,13 @@ def _run(
 ) -> Result:
     startup.restart()
     saved = saved_config(settings.get("train.resume"), folder)
-    # A run that continues in another folder keeps the inputs of the first one.
+    # A run that continues in another folder keeps its first folder's inputs.
     inputs = Inputs(folder if saved is None else _folder_of(saved[0]), tokenizer)
-    values = {key: inputs.plain(key, value) for key, value in settings.items()}
+    values = {key: inputs.to_config(key, value) for key, value in settings.items()}
     OBJECTS.clear()
     OBJECTS.update(inputs.objects)
     options = compose(config, values, lambda _: saved)
-    is_new = bool(absent(folder))
+    new_folders = absent(folder)
     try:
         with FolderLock(folder):
             inputs.save(resumes=saved is not None)
@@ -185,7 +187,7 @@ def _run(
                 _write_config(folder, plain(options), values)
         launch(options, folder, asynchronous=asynchronous, observers=observers)
     except ConfigError:
-        if {path.name for path in folder.iterdir()} <= {FOLDER, ".hydra"} and is_new:
+        if {path.name for path in folder.iterdir()} <= {FOLDER, ".hydra"} and new_folders:
             shutil.rmtree(folder)
         raise
     return Result(folder)
@@ -196,7 +198,7 @@ def _folder_of(checkpoint: Path) -> Path:
 
 
 def _write_config(folder: Path, config: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Write the files of Hydra that reports and the dashboard read."""
+    """Write the config files that Hydra would write, for reports and the dashboard."""
     hydra = folder / ".hydra"
     hydra.mkdir(exist_ok=True)
     overrides = [f"{key}={value}" for key, value in values.items()]
@@ -206,8 +208,8 @@ def _write_config(folder: Path, config: Mapping[str, Any], values: Mapping[str, 
 
 
 @contextmanager
-def _interrupts() -> Iterator[None]:
-    """Let an interrupt wait for the end of a step, so that the run leaves a checkpoint of it."""
+def _delay_interrupts() -> Iterator[None]:
+    """Delay interrupts until the end of a step, so that the run can save a checkpoint."""
     is_main = threading.current_thread() is threading.main_thread()
     try:
         with interrupts.watched(exits=False) if is_main else nullcontext():
@@ -216,8 +218,8 @@ def _interrupts() -> Iterator[None]:
         startup.end()
 
 
-def _in_words_of_a_call(error: BaseException) -> BaseException:
-    """Return the error, of which a mistake names the argument in place of Hydra's key."""
+def _name_arguments(error: BaseException) -> BaseException:
+    """Return the error; a ``ConfigError`` then names the argument instead of Hydra's key."""
     if not isinstance(error, ConfigError):
         return error
     text = str(error).replace("hydra.run.dir=", "folder=")

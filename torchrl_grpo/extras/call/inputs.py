@@ -1,8 +1,8 @@
-"""Objects of a call as what the config can name.
+"""Names for the objects of a call, because a config can hold only names.
 
 Data and models become files in ``inputs/`` of the run's folder, because engine, reference model,
-Ray and a resumed run load them by name. Everything else gets a name, ``module:name``, under which
-``rewards.functions.OBJECTS`` has it while the run is built.
+Ray and a resumed run load them by name. Everything else gets a name, ``module:name``, by which
+``rewards.functions.OBJECTS`` finds it while the run is built.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Inputs:
 
     Args:
         folder: folder of the run.
-        tokenizer: of the model objects.
+        tokenizer: tokenizer of the model objects.
 
     Attributes:
         objects: functions, classes and tasks, by name.
@@ -39,8 +39,8 @@ class Inputs:
         self.objects: dict[str, Any] = {}
         self.files: dict[Path, Any] = {}
 
-    def plain(self, key: str, value: Any) -> Any:
-        """Return a value as plain types, in which names stand for objects.
+    def to_config(self, key: str, value: Any) -> Any:
+        """Return a value as plain types, with names in place of objects.
 
         Raises:
             ConfigError: the key takes no such object.
@@ -60,9 +60,9 @@ class Inputs:
             splits = value if isinstance(value, Mapping) else {"train": value}
             return self._file("data", splits)
         if isinstance(value, Mapping):
-            return {name: self.plain(f"{key}.{name}", inner) for name, inner in value.items()}
+            return {name: self.to_config(f"{key}.{name}", inner) for name, inner in value.items()}
         if isinstance(value, Sequence) and not isinstance(value, bytes):
-            return [self.plain(f"{key}[]", inner) for inner in value]
+            return [self.to_config(f"{key}[]", inner) for inner in value]
         if callable(value) or key in _NAMELESS:
             return self._name(value)
         raise ConfigError(
@@ -88,10 +88,10 @@ class Inputs:
         """Write the files.
 
         Args:
-            resumes: whether the run began with the files that are there, which must not change.
+            resumes: whether the run began with existing files, which must not change.
 
         Raises:
-            ConfigError: one would change, or data does not consist of rows.
+            ConfigError: a file would change, or data does not consist of rows.
         """
         if not resumes:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -112,8 +112,8 @@ class Inputs:
             shutil.rmtree(target)
             if not is_same:
                 raise ConfigError(
-                    f"{path} must have what the run began with, but the call has something else: "
-                    "give the same data and model, or their names, or another folder."
+                    f"{path} must have what the run began with, but the call passes something else: "
+                    "pass the same data and model, or their names, or use another folder."
                 )
 
 
@@ -124,7 +124,7 @@ def _checksums(folder: Path) -> Mapping[str, Any]:
 
 
 def _write_rows(rows: Iterable[Any], path: Path) -> None:
-    """Write the rows of a split: as parquet what JSON does not have, such as images.
+    """Write the rows of a split: as JSON lines or, if JSON cannot hold them, as parquet.
 
     Raises:
         ConfigError: they are not rows.
@@ -133,11 +133,11 @@ def _write_rows(rows: Iterable[Any], path: Path) -> None:
         rows.to_parquet(path.with_suffix(".parquet"))
         return
     rows = list(rows)
-    wrong = next((row for row in rows if not isinstance(row, Mapping)), None)
-    if wrong is not None:
+    invalid_row = next((row for row in rows if not isinstance(row, Mapping)), None)
+    if invalid_row is not None:
         raise ConfigError(
-            f"env.dataset must have rows that are dicts, but one is {wrong!r:.80}: for example, "
-            '[{"prompt": "1+1=?", "answer": "2"}].'
+            f"env.dataset must have rows that are dicts, but one is {invalid_row!r:.80}: for "
+            'example, [{"prompt": "1+1=?", "answer": "2"}].'
         )
     try:
         text = "".join(f"{json.dumps(row)}\n" for row in rows)

@@ -1,8 +1,8 @@
 """The progress of a run in a notebook: one output with a bar, curves and tables, which is replaced
 as the run goes on and stays as the result.
 
-The page has no script and loads nothing, so that it is shown wherever a notebook is, also saved
-ones. Text that a model wrote is escaped.
+The page has no script and loads nothing, so it also appears in saved notebooks. Text that a model
+wrote is escaped.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torchrl_grpo.host import startup
 from torchrl_grpo.host.text import duration, number, percent, printable_lines, reward_text
 from torchrl_grpo.reporting.console import Console, cell_text
 
-_EVERY_S = 0.5
-"""Shortest time between two updates."""
+_MIN_UPDATE_S = 0.5
+"""Minimum seconds between two updates."""
 _ROWS = 8
 _PANELS = 4
 _WIDTH, _HEIGHT = 228, 130
@@ -64,7 +64,7 @@ _STYLE = """
 
 
 def make_console() -> Console:
-    """Return what shows a run: in a notebook an output cell, else the terminal."""
+    """Return a run's console: an output cell in a notebook, else the terminal."""
     shell: Any = sys.modules.get("IPython")
     in_notebook = shell is not None and hasattr(shell.get_ipython(), "kernel")
     return NotebookConsole() if in_notebook else Console()
@@ -86,8 +86,8 @@ class NotebookConsole(Console):
         self._activity = "starting"
         self._is_closed = False
         self._done, self._total = 0, 0
-        self._begun_at = time.monotonic()
-        self._begun_with = 0
+        self._started_at = time.monotonic()
+        self._sequences_at_start = 0
 
     def table(self, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         columns = [*dict.fromkeys(name for row in rows for name in row)]
@@ -111,9 +111,11 @@ class NotebookConsole(Console):
     def start(self, sequences_done: int, sequences_total: int, *, evaluates: bool = True) -> None:
         startup.end()
         self._done, self._total = sequences_done, sequences_total
-        self._begun_at, self._begun_with = time.monotonic(), sequences_done
-        first = evaluates and self._num_tests and not sequences_done
-        self._activity = f"evaluating {self._num_tests:,} problems" if first else "first rollout"
+        self._started_at, self._sequences_at_start = time.monotonic(), sequences_done
+        evaluates_first = evaluates and self._num_tests and not sequences_done
+        self._activity = (
+            f"evaluating {self._num_tests:,} problems" if evaluates_first else "first rollout"
+        )
         self._show()
 
     def step(
@@ -122,7 +124,7 @@ class NotebookConsole(Console):
         self._records.setdefault(step, {"step": step}).update(metrics)
         self._done, self._total = sequences_done, sequences_total
         self._activity = ""
-        if time.monotonic() - self._shown_at > _EVERY_S:
+        if time.monotonic() - self._shown_at > _MIN_UPDATE_S:
             self._show()
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -131,13 +133,13 @@ class NotebookConsole(Console):
         self._show()
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        scored = any("reward" in row for row in rows)
+        has_reward = any("reward" in row for row in rows)
         cells = (
             [_escaped(row.get("query")), _escaped(row.get("response"))]
-            + ([escape(reward_text(row))] if scored else [])
+            + ([escape(reward_text(row))] if has_reward else [])
             for row in rows
         )
-        columns = ["prompt", "response", "reward"][: 2 + scored]
+        columns = ["prompt", "response", "reward"][: 2 + has_reward]
         self._samples = (
             f"<details><summary>Samples after step {step:,}</summary>"
             f"{_table(columns, cells, ('prompt', 'response'))}</details>"
@@ -188,21 +190,21 @@ class NotebookConsole(Console):
     def _state(self, share: float) -> str:
         """Return step and times in words."""
         step = max(self._records, default=0)
-        seconds = time.monotonic() - self._begun_at
+        seconds = time.monotonic() - self._started_at
         texts = [f"<b>step {step:,}</b>", f"{self._done:,} of {self._total:,} sequences"]
         if self._activity:
             texts.append(escape(self._activity))
         texts.append(duration(seconds))
-        trained = self._done - self._begun_with
+        trained = self._done - self._sequences_at_start
         if trained and self._activity != "stopped" and share < 1:
             texts[-1] += f" ({duration(seconds * (self._total - self._done) / trained)} left)"
         return " &middot; ".join(texts)
 
 
 def _steps(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table of the latest steps; the first one is kept beside them."""
-    shown = [*records[:1], *records[1:][1 - _ROWS :]]
-    logged = set[str]().union(*shown)
+    """Return a table of the first step and the latest ones."""
+    rows = [*records[:1], *records[1:][1 - _ROWS :]]
+    logged = set[str]().union(*rows)
     columns = {name: label for name, label in _COLUMNS.items() if name in logged}
     if "rollout/reward_mean" in columns:
         columns.pop("train/loss", None)  # it does not show whether a policy improves
@@ -214,7 +216,7 @@ def _steps(records: Sequence[Mapping[str, Any]]) -> str:
             else ""
             for name, label in columns.items()
         ]
-        for record in shown
+        for record in rows
     )
     return _table(["step", *columns.values()], cells)
 
@@ -270,15 +272,15 @@ def _figure(panel: Panel, records: Sequence[Mapping[str, Any]]) -> str:
         ):
             if values is None:
                 continue
-            placed = [place(*point) for point in zip(curve.steps, values, strict=True)]
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+            pixels = [place(*point) for point in zip(curve.steps, values, strict=True)]
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
             shapes.append(
                 f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6" '
                 f'stroke-opacity="{opacity}"/>'
             )
             if curve.sparse:
                 shapes += [
-                    f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4" fill="{color}"/>' for x, y in placed
+                    f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4" fill="{color}"/>' for x, y in pixels
                 ]
         label = escape(label_of(name))
         legend.append(f'<span><i style="color:{color}">&#9632;</i> {label}</span>')

@@ -1,4 +1,4 @@
-"""``Result``: what a run has written, for Python."""
+"""``Result``: the output of a run, as Python objects."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Result:
-    """What a run has written into its folder. It is read when it is asked for, also of a run that
-    still trains, or that another process started.
+    """Output of a run, read from its folder on access. The run may still be training, in any
+    process.
 
     Attributes:
         folder: folder of the run.
@@ -63,7 +63,7 @@ class Result:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Its tokenizer.
+        """The model's tokenizer.
 
         Raises:
             ValueError: the run has not written one.
@@ -84,6 +84,6 @@ class Result:
         if not folder.is_dir():
             raise ValueError(
                 f"{self.folder} has no model, which a run writes at its end: resume the run, or "
-                f"write one by python -m torchrl_grpo.export {self.folder}."
+                f"write one with `python -m torchrl_grpo export {self.folder}`."
             )
         return str(folder)

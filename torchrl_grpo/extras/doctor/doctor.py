@@ -99,8 +99,8 @@ class Checks:
         """
         check = Check(name)
         start = time.perf_counter()
-        bad = [other for other in self.done if other.result in (FAILS, SKIPPED)]
-        missing = [other.name for other in bad if other.name in needs]
+        failures = [other for other in self.done if other.result in (FAILS, SKIPPED)]
+        missing = [other.name for other in failures if other.name in needs]
         startup.say(f"checking: {name}")
         if missing:
             check.result = SKIPPED
@@ -112,7 +112,7 @@ class Checks:
                 is_plain = isinstance(error, ValueError | RuntimeError) and str(error)
                 check.result = FAILS
                 check.details = str(error) if is_plain else f"{type(error).__name__}: {error}"
-        for other in bad:
+        for other in failures:
             if check.result == FAILS and other.details == check.details:
                 check.result = SKIPPED
                 check.details = f"see {other.name}"
@@ -146,7 +146,7 @@ def examine(
     tasks: list[Task] = []
     checks.run("data", partial(_data, config, tasks))
     checks.run("scoring", partial(_scoring, config, tasks), "data")
-    expected: Forecast | None = None
+    prediction: Forecast | None = None
     computed: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="dry_run_") as folder:
         runs: list[Run] = []
@@ -158,13 +158,13 @@ def examine(
         for run in runs:
             with closing(run):
                 computed = memory_rows(run.context)
-                expected = _Rehearsal(run, checks, console, measured).play()
-    checks.run("disk", partial(_disk, directory, expected))
+                prediction = _Rehearsal(run, checks, console, measured).play()
+    checks.run("disk", partial(_disk, directory, prediction))
     startup.end()
     _remove_empty(directory)
     console.table("Checks", [_row(check) for check in checks.done])
-    if expected is not None:
-        console.table("Forecast for the whole run", [*expected.rows(), *computed])
+    if prediction is not None:
+        console.table("Forecast for the whole run", [*prediction.rows(), *computed])
     failed = [f"{check.name}: {check.details}" for check in checks.done if check.result == FAILS]
     for text in failed:
         console.line(f"FAILED  {text}", style="bold red")
@@ -215,7 +215,7 @@ def memory_rows(context: Context) -> list[dict[str, Any]]:
 def _versions(config: GRPOConfig, check: Check) -> None:
     """Compare installed packages with the required versions."""
     check.details = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
-    wrong = []
+    mismatches = []
     with suppress(PackageNotFoundError):  # it may be imported from a folder without being installed
         for text in requires("torchrl_grpo") or []:
             package = Requirement(text)
@@ -223,9 +223,9 @@ def _versions(config: GRPOConfig, check: Check) -> None:
                 continue
             actual = version(package.name)
             if not package.specifier.contains(actual, prereleases=True):
-                wrong.append(f"{package.name} is {actual} but must be {package.specifier}")
-    if wrong:
-        raise ValueError(f"{'; '.join(wrong)}: pip install -r requirements.txt.")
+                mismatches.append(f"{package.name} is {actual} but must be {package.specifier}")
+    if mismatches:
+        raise ValueError(f"{'; '.join(mismatches)}: pip install -r requirements.txt.")
 
 
 def _devices(check: Check) -> None:
@@ -520,14 +520,14 @@ class _Rehearsal:
         self.measured.report_s = time.perf_counter() - start
 
 
-def _disk(directory: Path, expected: Forecast | None, check: Check) -> None:
+def _disk(directory: Path, prediction: Forecast | None, check: Check) -> None:
     """Check the disk space for the run's files."""
     folder, free = room_at(directory)
     check.details = f"{size(free)} free in {folder}"
     if not os.access(folder, os.W_OK):
         raise ValueError(f"hydra.run.dir={directory} must be writable: use another folder.")
-    if expected is not None:
-        expected.writes.check_room(directory, expected.other_bytes)
+    if prediction is not None:
+        prediction.writes.check_room(directory, prediction.other_bytes)
 
 
 def _remove_empty(directory: Path) -> None:

@@ -109,8 +109,8 @@ class Forecast:
         )
         rows = [{"resource": "time", "estimate": duration(self.total_s), "details": parts}]
         if self.growth > 1:
-            now, most = self.lengths
-            details = f"if responses grow from {now:.0f} to {most:,} tokens, their limit"
+            length, limit = self.lengths
+            details = f"if responses grow from {length:.0f} to {limit:,} tokens, their limit"
             estimate = duration(self.longest_s)
             rows.append({"resource": "time at most", "estimate": estimate, "details": details})
         rows.append(
@@ -159,18 +159,18 @@ def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
     other = rows * measured.sample_bytes
     other += steps * (_ROW_BYTES + logging.tensorboard * _TENSORBOARD_BYTES) + _REPORT_BYTES
     longest = config.max_response_tokens
-    now = measured.response_tokens
+    length = measured.response_tokens
     prompt = measured.prompt_tokens
-    growth = max(1.0, (prompt + longest) / (prompt + now)) if now else 1.0
-    return Forecast(seconds, writes, int(other), dict(measured.memory), (now, longest), growth)
+    growth = max(1.0, (prompt + longest) / (prompt + length)) if length else 1.0
+    return Forecast(seconds, writes, int(other), dict(measured.memory), (length, longest), growth)
 
 
 def memory_now() -> dict[str, int]:
     """Return the memory in use on each NVIDIA device or, on a CPU, the peak of this process and its
     children.
     """
-    used = {name: used for name, (used, _) in accelerators_in_use().items()}
-    return used or {"cpu": _peak_of_processes()}
+    peak = {name: peak for name, (peak, _) in accelerators_in_use().items()}
+    return peak or {"cpu": _peak_of_processes()}
 
 
 def _peak_of_processes() -> int:

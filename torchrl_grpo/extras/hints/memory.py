@@ -1,4 +1,4 @@
-"""What a pass that ran out of memory holds, and what each option would save."""
+"""The memory of a pass that ran out of it, by content, and what each option would save."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def main(
     Args:
         arguments: arguments on the command line; by default this process's.
         file: where to print; standard output by default.
-        width: columns; by default the terminal's.
+        width: number of columns; by default the terminal's.
     """
     parser = argparse.ArgumentParser(
         "python -m torchrl_grpo migrate",

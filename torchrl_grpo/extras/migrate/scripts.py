@@ -207,9 +207,7 @@ class _Script:
             return Unknown(ast.unparse(node))
 
     def arguments(self, call: ast.Call) -> dict[str, Any]:
-        """Return the values of a call's keywords, including those of ``**name`` if the file
-        contains them.
-        """
+        """Return the values of a call's keywords, including ``**name`` if the file contains it."""
         values: dict[str, Any] = {}
         for item in call.keywords:
             value = self.value(item.value)

@@ -293,7 +293,9 @@ def _devices(
 
 
 def _allocation(text: str) -> tuple[int, int] | None:
-    """Return the devices, and those of a tensor-parallel group, of AReaL's ``sglang:d4p1t2``."""
+    """Return the numbers of devices, in all and per tensor-parallel group, of AReaL's
+    ``sglang:d4p1t2``.
+    """
     parts = {
         name: int(number) for name, number in re.findall(r"([dptc])(\d+)", text.rpartition(":")[2])
     }

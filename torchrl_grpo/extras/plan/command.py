@@ -44,7 +44,7 @@ def main(
     Args:
         arguments: arguments on the command line; by default this process's.
         file: where to print; standard output by default.
-        width: columns; by default the terminal's.
+        width: number of columns; by default the terminal's.
     """
     options = parse(arguments)
     with orderly_exit():
@@ -205,7 +205,9 @@ def _show(
         for name, gain in sorted(best.gains.items(), key=lambda item: -item[1])
         if gain > _MIN_GAIN
     ]
-    console.print(f"The first split would be faster with: {', '.join(helps) or 'nothing alone'}.")
+    console.print(
+        f"The first split would be faster with: {', '.join(helps) or 'no single change'}."
+    )
     split = best.split
     loop = settings.loop(split)
     if work.step.offloads:

@@ -1,8 +1,8 @@
 """Times of a run's stages on an accelerator, and memory of each role, from published figures.
 
 Decoding reads the weights and the KV cache of all rows for each token, so its time is bytes over
-bandwidth; that of training and scoring is operations over the matrix rate. docs/performance.md has
-the source of each figure, and which ones are assumed.
+bandwidth; the time of training and scoring is operations over the matrix rate. docs/performance.md
+has the source of each figure, and which ones are assumed.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def model_shape(name: str, folder: Path, parameters: float | None = None) -> Sha
     Args:
         name: ``model.name``.
         folder: where its config.json may be.
-        parameters: how many, for a model that is not known; the rest is then that of the known
+        parameters: how many, for a model that is not known; the rest is then taken from the known
             model of nearest size.
 
     Raises:

@@ -147,9 +147,9 @@ class Settings:
         work, gpu = self.work, self.gpu
         draw = random.Random(0)
         rows = loop.task_groups * work.group_size
-        most = min(work.longest, 2 * work.response)
+        limit = min(work.longest, 2 * work.response)
         # The longest of n uniform lengths is distributed as the n-th root of one.
-        tokens = [most * draw.random() ** (1 / rows) for _ in range(_NUM_SIZES)]
+        tokens = [limit * draw.random() ** (1 / rows) for _ in range(_NUM_SIZES)]
         step = work.step_s(gpu, loop.task_groups, self.engine_size) if loop.serial else 1.0
         return Costs(
             sample=[count * step for count in tokens],
@@ -193,7 +193,7 @@ class Row:
     def binds(self) -> str:
         """Return the bottleneck: the stage to make faster first."""
         name, gain = max(self.gains.items(), key=lambda item: item[1])
-        return name if gain > 0.02 else "nothing alone"
+        return name if gain > 0.02 else "no single change"
 
 
 def simulate(loop: Loop, costs: Costs) -> Result:
@@ -209,9 +209,9 @@ def candidates(settings: Settings, devices: int) -> Iterator[Split]:
     score, train = work.groups * work.score_s(settings.gpu, 1), work.train_s(settings.gpu, 1)
     for samplers in (n for n in range(1, devices) if work.groups % n == 0):
         remaining = devices - samplers * settings.engine_size
-        most = work.groups * work.group_size  # more ranks would have nothing to do
+        max_ranks = work.groups * work.group_size  # more ranks would have nothing to do
         if work.shape.vision is not None and work.step.trains_vision:
-            most = 1
+            max_ranks = 1
         for total in (
             {remaining, *(2**power for power in range(12) if 2**power < remaining)}
             if remaining > 0
@@ -228,7 +228,7 @@ def candidates(settings: Settings, devices: int) -> Iterator[Split]:
                 }
             for reference in shares:
                 split = Split(
-                    min(most, total - reference), reference, samplers * settings.engine_size
+                    min(max_ranks, total - reference), reference, samplers * settings.engine_size
                 )
                 if settings.fits(split):
                     yield split

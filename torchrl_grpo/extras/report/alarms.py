@@ -437,7 +437,7 @@ def _repeated(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
 
 def _staleness(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
     ages = [[finite(row, f"staleness/{name}") or 0.0 for name in ("mean", "max")] for row in rows]
-    oldest = max(most for _, most in ages)
+    oldest = max(maximum for _, maximum in ages)
     if len(ages) == _MANY and oldest >= 2 and all(mean >= 0.95 * oldest for mean, _ in ages):
         yield (
             "staleness",

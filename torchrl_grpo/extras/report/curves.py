@@ -90,7 +90,7 @@ def panel_figure(panel: Panel, records: Sequence[Record]) -> Figure:
 
 
 def comparison_svg(panel: Panel, settings: Sequence[tuple[str, Sequence[Sequence[Record]]]]) -> str:
-    """Return a panel with a curve for each setting, as an ``<svg>`` element like that of
+    """Return a panel with a curve for each setting, as an ``<svg>`` element like the one of
     ``panel_svg``.
 
     Args:

@@ -147,7 +147,7 @@ def series(
     Args:
         panel: which ones.
         records: one per step.
-        names: of all metrics, where the caller has them already.
+        names: names of all metrics, if the caller has them already.
     """
     names = sorted(names or set().union(*records))
     curves = {}

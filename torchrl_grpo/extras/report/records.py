@@ -32,8 +32,8 @@ def valid_reward(row: Mapping[str, Any]) -> Any:
 
 def passes(
     row: Mapping[str, Any],
-    least: float | None = None,
-    most: float | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
     text: str | None = None,
 ) -> bool:
     """Return whether a sample's reward is within bounds and its prompt or response contains the
@@ -42,12 +42,12 @@ def passes(
     An invalid reward is neither high nor low.
     """
     reward = valid_reward(row)
-    if (least, most) != (None, None) and reward is None:
+    if (minimum, maximum) != (None, None) and reward is None:
         return False
     texts = f"{row.get('query')}\0{row.get('response')}".casefold()
     return (
-        (least is None or reward >= least)
-        and (most is None or reward <= most)
+        (minimum is None or reward >= minimum)
+        and (maximum is None or reward <= maximum)
         and (text is None or text.casefold() in texts)
     )
 

@@ -41,7 +41,7 @@ def main(
     Args:
         arguments: arguments on the command line; by default this process's.
         file: where to print; standard output by default.
-        width: columns; by default the terminal's.
+        width: number of columns; by default the terminal's.
     """
     parser = _parser()
     options = parser.parse_args(arguments)

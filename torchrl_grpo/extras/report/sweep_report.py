@@ -30,8 +30,8 @@ _OTHER_PANELS = (
     Panel("Response length (tokens)", ("rollout/response_length",)),
     Panel("Time per step (s)", ("time/step_s",), "Excluding evaluation."),
 )
-_GREY = COLORS[6]
-_BRIGHT = [color for color in COLORS if color != _GREY]
+_GRAY = COLORS[6]
+_BRIGHT = [color for color in COLORS if color != _GRAY]
 _MAX_LEVELS = 5
 """Maximum number of numeric values of a key to show; more are grouped into three ranges."""
 
@@ -99,7 +99,7 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
     keys = varying_keys(jobs)
     tested = any(job.summary["before_step"] is not None for job in jobs)
     settings = _settings(jobs, [key for key in keys if key != "seed"])
-    colors = [*_BRIGHT, *[_GREY] * len(settings)][: len(settings)]
+    colors = [*_BRIGHT, *[_GRAY] * len(settings)][: len(settings)]
     drawn = [
         (color, [job.records for job in setting.jobs])
         for color, setting in zip(colors, settings, strict=True)

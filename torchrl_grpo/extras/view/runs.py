@@ -267,7 +267,7 @@ def curves(
     Args:
         runs: by number.
         toggled: titles of panels to show other than by default: the report's panels are shown by
-            default, those of a single metric, which have its name, are not.
+            default, panels of a single metric, which have its name, are not.
         first: the first step to show; None for no bound.
         last: the last step to show; None for no bound.
         over: the horizontal axis: ``step``, ``tokens`` or ``time``.
@@ -339,11 +339,11 @@ def _places(
     records: Sequence[Record], over: str
 ) -> Callable[[Sequence[float]], list[float] | None]:
     """Return where steps are on the horizontal axis: in tokens, or in seconds of steps and
-    evaluations; None where it shows the steps.
+    evaluations; None if it shows the steps.
     """
     if over == "step":
         return lambda steps: None
-    known = [record["step"] for record in records]
+    recorded_steps = [record["step"] for record in records]
     sums = list(
         accumulate(
             record.get("rollout/tokens") or 0
@@ -352,7 +352,7 @@ def _places(
             for record in records
         )
     )
-    return lambda steps: [sums[bisect_right(known, step) - 1] for step in steps]
+    return lambda steps: [sums[bisect_right(recorded_steps, step) - 1] for step in steps]
 
 
 def _cell(

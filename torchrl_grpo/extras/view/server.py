@@ -115,7 +115,7 @@ class Api:
 
     def groups(self, query: Query) -> Any:
         """Return a page of groups."""
-        wanted = Criteria(
+        criteria = Criteria(
             split=query.text("split") or None,
             dataset=query.text("dataset") or None,
             first_step=query.integer("from"),
@@ -125,7 +125,7 @@ class Api:
             text=query.text("text") or None,
         )
         return query.run(self.runs).groups(
-            wanted,
+            criteria,
             max(query.integer("page") or 0, 0),
             _PAGE_SIZE,
             by_spread=query.text("order") == "spread",

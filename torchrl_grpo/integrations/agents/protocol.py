@@ -198,7 +198,7 @@ def _finite(text: str) -> float:
 
 
 def _messages(fields: Mapping[str, Any], names: Sequence[str]) -> list[Message]:
-    """Return the chat; ``names`` are those of its messages in errors, by default by position."""
+    """Return the chat; ``names`` name its messages in errors; by default their positions do."""
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest(

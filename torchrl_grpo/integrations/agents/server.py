@@ -172,7 +172,7 @@ class Server:
         episode = self._episode(head)
         if episode is None:
             raise BadRequest(
-                "the API key must be that of an episode in progress, but it is not: use "
+                "the API key must belong to an episode in progress, but it is not: use "
                 "OPENAI_API_KEY of the agent's environment, or the client that is passed to it.",
                 status=401,
                 code="invalid_api_key",
@@ -228,11 +228,11 @@ class _Client:
             ConnectionError: there is no request.
             TimeoutError: the client does not continue.
         """
-        body, most = bytearray(), 0
+        body, limit = bytearray(), 0
         try:
             while not isinstance(event := self._http.next_event(), h11.EndOfMessage):
                 if isinstance(event, h11.Request):
-                    request, most = event, most_bytes(event)
+                    request, limit = event, most_bytes(event)
                 elif isinstance(event, h11.Data):
                     body += event.data
                 elif event is h11.NEED_DATA:
@@ -242,9 +242,9 @@ class _Client:
                     self._http.receive_data(chunk)
                 else:
                     raise ConnectionResetError
-                if len(body) > most:
+                if len(body) > limit:
                     raise BadRequest(
-                        f"a request must have at most {most:,} bytes, but it has more: "
+                        f"a request must have at most {limit:,} bytes, but it has more: "
                         "send a shorter chat, or fewer or smaller images.",
                         status=413,
                         code="context_length_exceeded",

@@ -209,7 +209,7 @@ class _Episode:
     def close(self) -> None:
         """End the agent, and refuse its open requests."""
         reason = BadRequest(
-            "the API key must be that of an episode in progress, but its episode has ended.",
+            "the API key must belong to an episode in progress, but its episode has ended.",
             status=401,
         )
         self.end()
@@ -226,7 +226,7 @@ class _Episode:
 
 
 def _new_messages(chat: list[Message], sample: _Sample, request: Request) -> list[Message] | None:
-    """Return a chat's messages after those of a sample; None if it does not continue the sample."""
+    """Return a chat's messages after a sample's; None if it does not continue the sample."""
     if sample.path != request.path or list(sample.tools) != list(request.tools):
         return None
     if request.path != TEXT:

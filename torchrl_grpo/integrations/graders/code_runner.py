@@ -219,18 +219,18 @@ class Child:
     def __init__(self, program: Program, run: Any) -> None:
         self.program = program
         self.status: int | None = None
-        theirs, self.stdin = os.pipe()
+        child_end, self.stdin = os.pipe()
         self.stdout, out = os.pipe()
         self.stderr, err = os.pipe()
         self.pid = os.fork()
         if self.pid:
-            for end in (theirs, out, err):
+            for end in (child_end, out, err):
                 os.close(end)
             os.set_blocking(self.stdin, False)
             return
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for end, number in ((theirs, 0), (out, 1), (err, 2)):
+        for end, number in ((child_end, 0), (out, 1), (err, 2)):
             os.dup2(end, number)
         os.closerange(3, 64)
         resource.setrlimit(resource.RLIMIT_CPU, (program.cpu_s, program.cpu_s + 1))

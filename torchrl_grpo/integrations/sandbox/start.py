@@ -26,7 +26,7 @@ machine's limit), for other processes and the kernel (ptrace, process_vm_readv, 
 pidfd_getfd, io_uring_setup, bpf, perf_event_open, add_key, request_key, keyctl) and for a share of
 the CPU that looks like a busy machine (setpriority, sched_setparam, sched_setscheduler,
 sched_setaffinity, sched_setattr);
-the number of prlimit64, which is allowed only for the process's own limits; and that of socket.
+the number of prlimit64, allowed only for the process's own limits; and the number of socket.
 """
 _FAMILIES = 1, 2, 10
 """Allowed socket families: local ones, and network ones, though there is no network. Sockets of

@@ -80,7 +80,7 @@ def arguments(key: str, example: str) -> Rule:
 
 
 def exclusive(key: str, other: str) -> Rule:
-    """Return the rule of two keys of which only one may be set."""
+    """Return the rule that only one of two keys may be set."""
     return Rule(key, f"and {{at}}{other} exclude each other", "set only one of them", other)
 
 

@@ -381,7 +381,7 @@ def _file(value: Any) -> ImageFile | None:
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
-    """Return the content of a message as new parts, of which images have the key ``image``."""
+    """Return the content of a message as new parts; images have the key ``image``."""
     if isinstance(content, list):
         images = ({"image": None} if part["type"] == "image" else {} for part in content)
         return [{**part, **image} for part, image in zip(content, images, strict=True)]

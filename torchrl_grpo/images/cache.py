@@ -1,4 +1,4 @@
-"""``ByteCache``: values by key, of which the latest used are kept."""
+"""``ByteCache``: values by key; the latest used ones are kept."""
 
 from __future__ import annotations
 

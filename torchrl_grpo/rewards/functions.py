@@ -65,7 +65,7 @@ def check_objects() -> None:
             cloudpickle.dumps(value)
         except Exception as error:
             raise ValueError(
-                f"{name} must be an object of which other processes get a copy, but it cannot be "
+                f"{name} must be an object that can be copied to other processes, but it cannot be "
                 f"pickled ({error}): define it in a file, and use the name, such as "
                 f"my_file.py:{name.rpartition(':')[2]}."
             ) from error

@@ -122,7 +122,7 @@ def _close_folder(path: Path) -> Path | None:
 
 
 def explain_model_error(name: str, what: str, error: Exception) -> str:
-    """Return the error for a model of which a part could not be loaded.
+    """Return the error for a model that could be loaded only in part.
 
     Args:
         name: ``model.name``.

@@ -23,7 +23,7 @@ _RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_RANK")
 
 
 def explain_words(words: Sequence[str], problem: str = "") -> str:
-    """Return the error for words of which some cannot be used, with what to write instead.
+    """Return the error for words, some of which cannot be used, with what to write instead.
 
     Args:
         words: the command line without the script, or some of it in order.

@@ -97,7 +97,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=_positive,
         default=0.0,
         metavar="X",
-        help="of which tokens of images, on average (0)",
+        help="number of these that are image tokens, on average (0)",
     )
     parser.add_argument(
         "--reward-s", type=float, default=0.0, metavar="X", help="seconds of a task's rewards (0)"

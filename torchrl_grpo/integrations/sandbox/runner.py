@@ -142,7 +142,7 @@ class Process:
 
     Args:
         process: process with pipes.
-        limits: limits, of which ``output`` applies to each answer.
+        limits: limits; ``output`` applies to each answer.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], limits: Limits) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ MIN_ELEMENTS = 2**22
 _TOLERANCE = 1e-2
 
 
+@dataclass(eq=False)
 class Compiled:
     """A function of tensors that is compiled by its first call with a large tensor on CUDA.
 
@@ -23,15 +25,14 @@ class Compiled:
     cannot be compiled, a warning says so, and the plain function is called from then on.
 
     Args:
-        function: of tensors, the first of which is the largest, and other values; returns tensors.
-            It may change its arguments, but not while it is compiled.
+        function: of tensors, the first of which is the largest, and other values; returns a tuple of
+            tensors. It may change its arguments, but not while it is compiled.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self._compiled: Callable[..., Any] | None = None
+    function: Callable[..., tuple[Tensor, ...]]
+    _compiled: Callable[..., tuple[Tensor, ...]] | None = None
 
-    def __call__(self, largest: Tensor, *args: Any) -> Any:
+    def __call__(self, largest: Tensor, *args: Any) -> tuple[Tensor, ...]:
         if (
             largest.device.type not in DEVICES
             or largest.numel() < MIN_ELEMENTS
@@ -42,12 +43,12 @@ class Compiled:
             self._compiled = self._checked(largest, *args)
         return self._compiled(largest, *args)
 
-    def _checked(self, largest: Tensor, *args: Any) -> Callable[..., Any]:
+    def _checked(self, largest: Tensor, *args: Any) -> Callable[..., tuple[Tensor, ...]]:
         """Return the compiled function, or the plain one if it must be used."""
         compiled = torch.compile(self.function, dynamic=True)
         try:
-            results = _flat(compiled(largest, *args))
-            expected = _flat(self.function(largest.clone(), *args))
+            results = compiled(largest, *args)
+            expected = self.function(largest.clone(), *args)
             if all(
                 torch.dist(result.float(), value.float()) <= _TOLERANCE * value.float().norm()
                 for result, value in zip(results, expected, strict=True)
@@ -60,7 +61,3 @@ class Compiled:
             f"{self.function.__qualname__} is not compiled, and steps are slower: {problem}."
         )
         return self.function
-
-
-def _flat(results: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    return [results] if isinstance(results, Tensor) else results

@@ -157,9 +157,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         for (part, weight, _), log_p, log_q in chunks:
             _, slope = divergence_terms(log_p, log_q, ctx.teacher.beta)
             grad = slope.sub_(log_p.exp_().mul_(slope_N[:, None]))
-            grad = gradients.add(part, grad.mul_(grad_N[:, None] / ctx.temperature))
-            if gradients.hidden is not None:
-                gradients.hidden += grad @ weight
+            gradients.add(part, weight, grad.mul_(grad_N[:, None] / ctx.temperature))
         return *gradients.result(), None, None, None, None
 
 

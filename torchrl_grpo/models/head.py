@@ -37,11 +37,10 @@ ALIGNED = 64
 
 def _most_elements(hidden_ND: Tensor, most: int | None) -> int:
     """Return a bound on the numbers held at once, by default the device's bound."""
-    device, other = hidden_ND.device, MAX_CHUNK_ELEMENTS["other"]
-    limit = MAX_CHUNK_ELEMENTS.get(device.type, other)
+    device = hidden_ND.device
+    limit = MAX_CHUNK_ELEMENTS.get(device.type, MAX_CHUNK_ELEMENTS["other"])
     if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-        limit = max(other, min(limit, memory // (4 * 128)))
+        limit = min(limit, torch.cuda.get_device_properties(device).total_memory // (4 * 128))
     return most or limit
 
 
@@ -107,39 +106,38 @@ class HeadGradients:
     ) -> None:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         self._input = hidden_ND
-        self.hidden = torch.zeros_like(hidden_ND, dtype=dtype) if needs_hidden else None
+        self._hidden = torch.zeros_like(hidden_ND, dtype=dtype) if needs_hidden else None
         self._weight = torch.empty_like(weight_VD) if needs_weight else None
         self._bias = torch.empty_like(bias_V) if needs_bias and bias_V is not None else None
 
-    def add(self, part: slice, grad: Tensor) -> Tensor:
-        """Write the chunk's gradient of weight and bias; return that of its logits in the dtype of
-        the input.
+    def add(self, part: slice, weight: Tensor, grad: Tensor) -> None:
+        """Add the gradient of a chunk's logits to those of input, weight and bias.
+
+        Args:
+            part: the chunk.
+            weight: its part of the head's weight.
+            grad: [N, width].
         """
         if self._bias is not None:
             self._bias[part] = grad.sum(0)
         grad = grad.to(self._input.dtype)
         if self._weight is not None:
             torch.mm(grad.T, self._input, out=self._weight[part])
-        return grad
+        if self._hidden is not None and self._hidden.dtype == grad.dtype:
+            self._hidden.addmm_(grad, weight)
+        elif self._hidden is not None:
+            self._hidden += grad @ weight
 
     def result(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias; None where none is needed."""
-        hidden = None if self.hidden is None else self.hidden.to(self._input.dtype)
+        hidden = None if self._hidden is None else self._hidden.to(self._input.dtype)
         return hidden, self._weight, self._bias
-
-
-def _chunk_logits(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float
-) -> Tensor:
-    """Logits of a chunk of the vocabulary in float32 (or wider), divided by the temperature."""
-    logits = head_logits(hidden_ND, weight_VD, bias_V)
-    return logits if scale == 1.0 else logits.mul_(scale)
 
 
 def _target_logits(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, scale: float
 ) -> Tensor | None:
-    """Return the targets' logits in float32 if ``_chunk_logits`` rounds to 16 bits; otherwise None.
+    """Return the targets' logits in float32 if ``head_logits`` rounds to 16 bits; otherwise None.
 
     Rounding moves a log-prob by what it does to the target's own logit: in the normalizer it
     averages out.
@@ -204,12 +202,8 @@ class _ChunkedLogProb(torch.autograd.Function):
         for part, weight, *chunk in _chunks(
             hidden_ND, weight_VD, bias_V, targets_N, exact_N, ctx.scale, ctx.width
         ):
-            grad = _chunk_gradient(*chunk, lse_N, entropy_N, slope, of_entropy, dtype)
-            grad = gradients.add(part, grad)
-            if gradients.hidden is not None and gradients.hidden.dtype == grad.dtype:
-                gradients.hidden.addmm_(grad, weight)
-            elif gradients.hidden is not None:
-                gradients.hidden += grad @ weight
+            (grad,) = _chunk_gradient(*chunk, lse_N, entropy_N, slope, of_entropy, dtype)
+            gradients.add(part, weight, grad)
         return *gradients.result(), None, None, None
 
 
@@ -227,7 +221,9 @@ def _chunks(
     """
     place_N, chunk_N = targets_N % width, targets_N // width
     for number, (part, weight, bias) in enumerate(chunks_of(weight_VD, bias_V, width)):
-        logits = _chunk_logits(hidden_ND, weight, bias, scale)
+        logits = head_logits(hidden_ND, weight, bias)
+        if scale != 1.0:
+            logits.mul_(scale)
         if logits.shape[1] < width:  # the last chunk
             place_N = place_N.clamp(max=logits.shape[1] - 1)
         inside_N = chunk_N == number
@@ -272,7 +268,7 @@ def _chunk_gradient(
     slope_N1: Tensor,
     of_entropy_N1: Tensor | None,
     dtype: torch.dtype,
-) -> Tensor:
+) -> tuple[Tensor]:
     """Return the gradient of a chunk's logits, in whose place it is computed unless this is
     compiled.
     """
@@ -290,7 +286,7 @@ def _chunk_gradient(
         grad = grad + torch.where(columns == place_N[:, None], of_target_N1, 0)
     else:
         grad.scatter_add_(-1, place_N[:, None], of_target_N1)
-    return grad.to(dtype)
+    return (grad.to(dtype),)
 
 
 def chunked_log_probs(

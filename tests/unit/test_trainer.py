@@ -5,12 +5,14 @@ skipped.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDictBase, lazy_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
@@ -21,6 +23,7 @@ from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
 from torchrl_grpo.learner.shards import tensors_in
 from torchrl_grpo.learner.writer import CheckpointWriter
 from torchrl_grpo.models import loading
+from torchrl_grpo.models.passes import make_passes
 from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import Clip, GRPOLoss, PolicyLoss, Term, Tokens
@@ -345,6 +348,65 @@ def test_the_recomputed_proximal_policy_is_that_before_the_first_step() -> None:
         )
         > 1e-3
     )
+
+
+class Conversions(TorchDispatchMode):
+    """Context that counts the conversions of each parameter, and those to float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: Counter[int] = Counter()
+        self.to_float32 = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.of[id(args[0])] += isinstance(args[0], torch.nn.Parameter)
+            self.to_float32 += kwargs.get("dtype") == torch.float32
+        return func(*args, **kwargs or {})
+
+
+def gradients_of(trainer: PolicyTrainer, each_alone: bool = False) -> list[torch.Tensor]:
+    """Return the gradients of several passes."""
+    batch = make_batch()
+    passes = make_passes(trainer.loss.actor_network, trainer._prepare(batch), 45, 0, 1)
+    assert len(passes) > 1
+    for part in [[each] for each in passes] if each_alone else [passes]:
+        trainer._accumulate_gradients(part, batch)
+    gradients = [parameter.grad for parameter in trainer.parameters if parameter.grad is not None]
+    assert len(gradients) == len(trainer.parameters)
+    trainer.optimizer.zero_grad()
+    return gradients
+
+
+def test_weights_are_converted_once_in_a_step() -> None:
+    trainer = make_trainer(autocast_dtype=torch.bfloat16)
+    weight = id(trainer.model.model.layers[0].mlp.up_proj.weight)
+    with Conversions() as once:
+        gradients = gradients_of(trainer)
+    with Conversions() as often:
+        expected = gradients_of(trainer, each_alone=True)
+    assert (once.of[weight], often.of[weight]) == (1, 2)
+    assert all(map(torch.equal, gradients, expected))
+    loading.enable_gradient_checkpointing(trainer.model)  # their memory is freed in a pass
+    with Conversions() as again:
+        gradients_of(trainer)
+    assert again.of[weight] > 2
+
+
+def test_adapters_take_inputs_as_they_are_under_autocast() -> None:
+    model = loading.add_lora(make_tiny_model().bfloat16(), r=2, alpha=4)
+    adapters = [module for module in model.modules() if hasattr(module, "lora_B")]
+    for module in adapters:
+        torch.nn.init.normal_(module.lora_B["default"].weight)
+    trainer = make_trainer(model, autocast_dtype=torch.bfloat16)
+    with Conversions() as few:
+        gradients = gradients_of(trainer)
+    for module in adapters:
+        module.cast_input_dtype_enabled = True
+    with Conversions() as many:
+        expected = gradients_of(trainer)
+    assert few.to_float32 <= many.to_float32 - 2 * len(adapters)
+    assert all(map(torch.equal, gradients, expected))
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [20, 45, 10_000])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -279,10 +280,16 @@ class PolicyTrainer:
         """
         totals: dict[str, Tensor] = {}
         sums_on_device = len(passes) > 1 and self._sums_on_device
-        for each in passes:
-            if sums_on_device:
-                base_model_of(self.model).set_requires_gradient_sync(each is passes[-1])
-            accumulate(totals, self.forward_backward(each, batch))
+        # In an outer context of autocast, even a disabled one, all passes share the converted
+        # weights. Sharding and checkpoints save their memory.
+        base = base_model_of(self.model)
+        saves = self.mesh is not None or getattr(base, "is_gradient_checkpointing", False)
+        shares = self.autocast_dtype is not None and not saves
+        with torch.autocast(self.device.type, enabled=False) if shares else nullcontext():
+            for each in passes:
+                if sums_on_device:
+                    base_model_of(self.model).set_requires_gradient_sync(each is passes[-1])
+                accumulate(totals, self.forward_backward(each, batch))
         totals["computed"] = self._number(sum(each.tokens for each in passes))
         return self._sum_over_ranks(totals, self.mesh.get_group() if self.mesh else None)
 

@@ -507,7 +507,19 @@ def add_lora(
             f"train_model.lora.target_modules={target_modules} must name modules of the model that "
             f"can have adapters ({error}): use {others}, or train_model.lora.enabled=false."
         ) from error
+    for module in adapted.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = _OutsideAutocast()
     return adapted
+
+
+class _OutsideAutocast:
+    """True unless autocast converts the inputs of layers. It would also convert those that peft has
+    converted to the adapters' float32.
+    """
+
+    def __bool__(self) -> bool:
+        return not any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
 
 
 def check_adapters(model: nn.Module) -> None:

@@ -174,10 +174,10 @@ class _ChunkedLogProb(torch.autograd.Function):
         most_N = torch.full(targets_N.shape, -math.inf, dtype=dtype, device=hidden_ND.device)
         total_N, weighted_N, logit_N = (torch.zeros_like(most_N) for _ in range(3))
         exact_N = _target_logits(hidden_ND, weight_VD, bias_V, targets_N, scale)
-        sums = (most_N, total_N, weighted_N, logit_N)
         for _, _, *chunk in _chunks(hidden_ND, weight_VD, bias_V, targets_N, exact_N, scale, width):
-            sums = _add_chunk(*chunk, *sums)
-        most_N, total_N, weighted_N, logit_N = sums
+            most_N, total_N, weighted_N, logit_N = _add_chunk(
+                *chunk, most_N, total_N, weighted_N, logit_N
+            )
         logit_N = logit_N if exact_N is None else exact_N
         lse_N = most_N + total_N.log()
         log_prob_N, entropy_N = logit_N - lse_N, lse_N - weighted_N / total_N

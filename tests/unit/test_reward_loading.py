@@ -85,7 +85,7 @@ def test_an_edited_file_is_loaded_again_and_an_unchanged_one_is_not(tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "source", "message"),
     [
-        ("gsm9k", "", "env.reward=gsm9k must be a built-in name .*gsm8k.*, file.py:function or .* did you mean gsm8k"),
+        ("gsm9k", "", "env.reward=gsm9k must be a built-in or installed name .*gsm8k.*, file.py:function or .* gsm8k"),
         ("rew", "", r"env.reward=rew must be .*package.module:function: use one of them"),
         ("{}", "def good(response): ...\nclass Bad: ...", r"must name a function in .*py.*: use one of \['good'\]"),
         ("{}:", "def good(response): ...", r"must name a function in .*mine.py.*: use one of \['good'\]"),

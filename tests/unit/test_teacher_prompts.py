@@ -146,7 +146,10 @@ def test_a_prompt_that_leaves_no_room_for_the_response_is_none(files: Path) -> N
         ("HERE:strange", r"teacher\.prompt=.*:strange needs weather, .* use some of answer, "),
         ("HERE:failing", r"teacher\.prompt=.*:failing .* '1\+1=\?' it failed: IndexError"),
         ("HERE:gone", r"teacher\.prompt=.*:gone must name a function"),
-        ("best", r"teacher\.prompt=best must be a built-in name \(best_response, feedback, sol"),
+        (
+            "best",
+            r"teacher\.prompt=best must be a built-in or installed name \(best_response, feedback, sol",
+        ),
     ],
 )
 def test_a_function_that_cannot_write_prompts_is_refused(

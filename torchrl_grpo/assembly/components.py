@@ -12,17 +12,21 @@ from torchrl_grpo.rewards.functions import load_class
 def make_component(
     field: str, node: dict[str, Any], base: type[Any], *args: Any, **settings: Any
 ) -> Any:
-    """Make an object as ``config.components.make_component`` does, also of ``file.py:Class``.
+    """Make an object as ``config.components.make_component`` does, of ``package.module.Class``,
+    ``file.py:Class`` or a class that an installed package registers.
 
     Raises:
         ConfigError: there is no such class, or it does not take the arguments.
         ValueError: the file has no such class, or cannot be imported.
     """
     name = str(node.get("_target_"))
-    if ":" in name or name.endswith(".py"):
-        loaded = load_class(name, f"{field}._target_")
-        node = {**node, "_target_": getattr(loaded, "__wrapped__", loaded)}
-    return components.make_component(field, node, base, name, *args, **settings)
+    module, dot, attribute = name.rpartition(".")
+    is_dotted = dot and ":" not in name and attribute != "py"
+    loaded = load_class(
+        name, f"{field}._target_", {name: f"{module}:{attribute}"} if is_dotted else {}
+    )
+    target = getattr(loaded, "__wrapped__", loaded)
+    return components.make_component(field, node, base, target, *args, **settings)
 
 
 def make_files_absolute(config: GRPOConfig) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, update_wrapper
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchrl_grpo import checks
@@ -336,7 +336,7 @@ def _make_dataset(
     """Return a data set's task, with its scorer, unless ``scoring`` is "not"."""
     name = data.dataset or ""
     if name in checks.GENERATED:
-        task: Task = _builtin(name)(data.difficulty)
+        task: Task = resolve_name(BUILTINS[name])(data.difficulty)
     elif name.startswith(checks.REASONING_GYM):
         task = load_extra("reasoning_gym")(
             name.removeprefix(checks.REASONING_GYM),
@@ -366,7 +366,7 @@ def _make_dataset(
         }
         is_preset = name in checks.PRESETS
         task = (
-            _builtin(name)(data.dataset_path, **options)
+            resolve_name(BUILTINS[name])(data.dataset_path, **options)
             if is_preset
             else DatasetTask(name, **options)
         )
@@ -384,11 +384,6 @@ def _make_dataset(
             "needs none."
         )
     return task
-
-
-def _builtin(name: str) -> Any:
-    module, _, attribute = BUILTINS[name].partition(":")
-    return getattr(import_module(module), attribute)
 
 
 def _with_rewards(task: Task, spec: Any, field: str, split: Split | None = None) -> Task:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from hydra.utils import instantiate
@@ -14,7 +13,7 @@ def make_component(
     field: str,
     node: dict[str, Any],
     base: type[Any],
-    name: str,
+    target: type[Any],
     *args: Any,
     part: tuple[str, type[Any]] | None = None,
     **settings: Any,
@@ -23,50 +22,44 @@ def make_component(
 
     Args:
         field: dotted name of the node.
-        node: ``_target_``, the class or its name, and further arguments.
+        node: ``_target_``, the name of the class, and further arguments.
         base: required base class.
-        name: of the class, as the config has it.
+        target: the class.
         *args: positional arguments.
         part: name of an argument of ``base`` that the class may be for instead, and its class.
         **settings: arguments that other config fields determine.
 
     Raises:
-        ConfigError: the class does not exist, or does not accept the arguments.
+        ConfigError: the class is another one, or does not accept the arguments.
     """
-    target = node.get("_target_")
-    if isinstance(target, type):  # Hydra would import it by its name
-        node = {**node, "_target_": "builtins.dict"}
-    try:
-        factory = instantiate({**node, "_partial_": True}, _convert_="all")
-    except Exception as error:  # importing the user's module may raise anything
-        raise ConfigError(
-            f"{field}._target_={name} must name a class that can be imported "
-            f"({error.__cause__ or error}): use {base.__module__}.{base.__name__}, or "
-            "a class of yours, as path/to/file.py:Class."
-        ) from error
-    if isinstance(target, type):
-        factory = partial(target, **factory.keywords)
-    is_class = isinstance(factory, partial) and isinstance(factory.func, type)
-    is_part = is_class and part is not None and issubclass(factory.func, part[1])
-    if not is_part and not (is_class and issubclass(factory.func, base)):
+    name = f"{field}._target_={node['_target_']}"
+    argument, part_base = part or ("", ())
+    if not issubclass(target, (base, part_base)):
         or_part = others = ""
         if part is not None:
             or_part = f" or {part[1].__name__}"
             others = ", whose __init__ takes other parts (docs/tutorials/own_loss.md)"
         raise ConfigError(
-            f"{field}._target_={name} must be a subclass of {base.__name__}{or_part}: derive it "
-            f"from {base.__module__}.{base.__name__}{others}."
+            f"{name} must be a subclass of {base.__name__}{or_part}: derive it from "
+            f"{base.__module__}.{base.__name__}{others}."
         )
     try:
-        if is_part and part is not None:
-            return base(*args, **settings, **{part[0]: factory.func(**factory.keywords)})
-        return factory.func(*args, **settings, **factory.keywords)
+        arguments = instantiate({**node, "_target_": "builtins.dict"}, _convert_="all")
+    except Exception as error:  # importing the user's module may raise anything
+        raise ConfigError(
+            f"{name} must have arguments that can be made, but {error.__cause__ or error}: fix "
+            "their _target_."
+        ) from error
+    try:
+        if issubclass(target, part_base):
+            return base(*args, **settings, **{argument: target(**arguments)})
+        return target(*args, **settings, **arguments)
     except TypeError as error:
-        passed = ", ".join(f"{field}.{key}" for key in factory.keywords)
+        passed = ", ".join(f"{field}.{key}" for key in arguments)
         fix = f"leave out {passed}" if passed else "use **kwargs in your __init__"
         raise ConfigError(
-            f"{field}={node | {'_target_': name}} must be _target_ and arguments that it accepts, "
-            f"besides those that other fields determine ({error}): {fix}."
+            f"{field}={node} must be _target_ and arguments that it accepts, besides those that "
+            f"other fields determine ({error}): {fix}."
         ) from error
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"{field}._target_={name} was refused: {error}") from error
+        raise ConfigError(f"{name} was refused: {error}") from error

@@ -111,6 +111,9 @@ class LoggingConfig:
     mlflow: MLflowConfig = field(default_factory=MLflowConfig)
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
     prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
+    trackers: list[dict[str, Any]] = field(default_factory=list)
+    """Trackers of your own, [{_target_: file.py:Class}], or names that installed packages register,
+    with arguments next to their _target_ (docs/extending.md)."""
 
     @property
     def services(self) -> dict[str, dict[str, Any]]:
@@ -123,7 +126,7 @@ class LoggingConfig:
         services = {name: node for name, node in nodes.items() if node["mode"] != "disabled"}
         if self.prometheus.port is not None:
             services["prometheus"] = {**asdict(self.prometheus), "name": None}
-        return services
+        return services | {f"trackers[{i}]": node for i, node in enumerate(self.trackers)}
 
     @property
     def train_rows(self) -> int | None:

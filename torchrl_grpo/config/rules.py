@@ -47,6 +47,7 @@ from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.config.security import check_no_secrets
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.engines import ENGINES
+from torchrl_grpo.host.plugins import plugins
 from torchrl_grpo.host.trees import dotted
 
 _COMPARISONS = {
@@ -168,10 +169,12 @@ def _all_leaves(config: GRPOConfig) -> Iterator[tuple[str, dataclasses.Field[Any
 
 
 def check_choice(name: str, value: Any, names: Collection[str], also: Sequence[str] = ()) -> None:
-    """Refuse a value that is neither in ``names`` nor in ``also``."""
-    if value not in (*names, *also):
-        hint = did_you_mean(str(value), names, f"for example, {name}={next(iter(names))}.")
-        raise ConfigError(f"{name}={value} must be one of {', '.join(names)}: {hint}")
+    """Refuse a value that is neither in ``names`` nor in ``also``, nor from an installed package."""
+    if value in (*names, *also) or value in plugins(name):
+        return
+    names = [*names, *plugins(name)]
+    hint = did_you_mean(str(value), names, f"for example, {name}={names[0]}.")
+    raise ConfigError(f"{name}={value} must be one of {', '.join(names)}: {hint}")
 
 
 def check_integers(name: str, value: Any) -> None:

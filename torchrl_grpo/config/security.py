@@ -14,6 +14,7 @@ from typing import Any
 
 from torchrl_grpo.config.schema import ADVANTAGES, LOSSES
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host.trees import dotted, inner_nodes
 
 _NAME = re.compile(
@@ -102,6 +103,7 @@ FROM_COMMAND_LINE: dict[str, Callable[[Any], bool]] = {
     "model.attn_implementation": lambda name: name in ("sdpa", "eager", "flash_attention_2"),
     "model.chat_template": lambda template: template is None or "{" in template,
     "train_model.model_kwargs": not_,
+    "inference_model.backend": ENGINES.__contains__,  # an installed package's is code
     "inference_model.address": not_,
     "inference_model.weights_folder": not_,
     "inference_model.engine_kwargs": not_,
@@ -128,6 +130,7 @@ FROM_COMMAND_LINE: dict[str, Callable[[Any], bool]] = {
         mode == "disabled"
     ),  # offline writes to a folder of the user
     "ray.address": not_,
+    "logging.trackers": not_,
     "logging.prometheus.host": lambda host: host == "127.0.0.1",
 }
 """Options that may name code, programs, addresses, environment variables, or other files than

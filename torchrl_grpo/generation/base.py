@@ -12,9 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,9 +21,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.errors import RunLostError
-from torchrl_grpo.generation.engines import ENGINES
+from torchrl_grpo.generation.engines import ENGINES, KEY
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.images import Prompt
+from torchrl_grpo.rewards.functions import load_object
 from torchrl_grpo.weights import WeightHandle
 
 
@@ -341,9 +341,18 @@ class Engine(ABC):
 
 
 def engine_class(backend: str) -> type[Engine]:
-    """Import the class of an engine in ``ENGINES``."""
-    module, _, name = ENGINES[backend].implementation.partition(":")
-    return cast(type[Engine], getattr(import_module(module), name))
+    """Import the class of an engine in ``ENGINES``.
+
+    Raises:
+        ValueError: another package's cannot be imported, or is not a subclass of ``Engine``.
+    """
+    return load_object(
+        backend,
+        KEY,
+        "subclass of Engine",
+        lambda value: isinstance(value, type) and issubclass(value, Engine),
+        {backend: ENGINES[backend].implementation},
+    )
 
 
 @contextmanager

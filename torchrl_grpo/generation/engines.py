@@ -3,7 +3,8 @@ its class.
 
 The config's rules read the table, so nothing heavy is imported here. An engine is one entry in
 ``ENGINES`` and one file with a subclass of ``Engine``, which overrides ``make`` and, if it refuses
-anything before a run, ``require`` and ``check``.
+anything before a run, ``require`` and ``check``. Another package registers an ``EngineKind`` as an
+entry point of the group ``torchrl_grpo.engines``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 from typing import get_args
 
 from torchrl_grpo.checks import WeightTransfer
+from torchrl_grpo.rewards.functions import load_object
+
+KEY = "inference_model.backend"
 
 
 @dataclass(frozen=True)
@@ -56,15 +60,28 @@ class EngineKind:
     weight_transfers: tuple[str, ...] = get_args(WeightTransfer)
 
 
-ENGINES: dict[str, EngineKind] = {
-    "transformers": EngineKind(
+class _Engines(dict[str, EngineKind]):
+    """The built-in engines; ``[]`` also knows those of other packages.
+
+    Raises:
+        ValueError: what another package registers is not an ``EngineKind``, or cannot be imported.
+    """
+
+    def __missing__(self, name: str) -> EngineKind:
+        return load_object(
+            name, KEY, "value of type EngineKind", lambda value: isinstance(value, EngineKind), {}
+        )
+
+
+ENGINES = _Engines(
+    transformers=EngineKind(
         "torchrl_grpo.generation.transformers:TransformersEngine",
         step_overhead_s=0.02,
         exact=True,
         kept_tokens=True,
         images=True,
     ),
-    "vllm": EngineKind(
+    vllm=EngineKind(
         "torchrl_grpo.generation.vllm_async:AsyncVLLMEngine",
         step_overhead_s=0.002,
         concurrent=True,
@@ -75,7 +92,7 @@ ENGINES: dict[str, EngineKind] = {
         weights_on_device=True,
         images=True,
     ),
-    "server": EngineKind(
+    server=EngineKind(
         "torchrl_grpo.integrations.server_engine:ServerEngine",
         step_overhead_s=0.002,
         concurrent=True,
@@ -83,7 +100,7 @@ ENGINES: dict[str, EngineKind] = {
         elsewhere=True,
         weight_transfers=("auto", "object_store"),
     ),
-}
+)
 """Engines by name; the names are the choices of ``inference_model.backend``."""
 
 

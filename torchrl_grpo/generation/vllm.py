@@ -49,9 +49,10 @@ from torchrl_grpo.generation.base import (
     greedy,
 )
 from torchrl_grpo.generation.stops import StopStrings
-from torchrl_grpo.generation.vllm_answers import STOP, Answer, watch_for_stops
+from torchrl_grpo.generation.vllm_answers import Answer
 from torchrl_grpo.generation.vllm_arguments import check_engine_kwargs
 from torchrl_grpo.generation.vllm_images import check_returned, compose, images_alone
+from torchrl_grpo.generation.vllm_stops import STOP, watch_for_stops
 from torchrl_grpo.host.out_of_memory import memory_short
 from torchrl_grpo.images import Prompt
 from torchrl_grpo.images.families import family_of

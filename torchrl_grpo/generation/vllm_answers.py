@@ -1,19 +1,15 @@
-"""vLLM's answers as completions, and stop strings for vLLM. vLLM itself is not imported here."""
+"""vLLM's answers as completions. vLLM itself is not imported here."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrl_grpo.generation.base import Completion, OnFinished
-from torchrl_grpo.generation.stops import StopStrings
-
-STOP = "stop_strings"
-"""Key of a request's stop strings in the ``extra_args`` of its sampling parameters."""
 
 _NO_LOG_PROB = -9000.0
 """At most this is the log-prob of a token that was not kept: -inf, or -9999 in a server's JSON."""
@@ -97,51 +93,3 @@ def kept_tokens(ids: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
     tied = ~(kept == ids[:, :1]).any(1)
     kept[tied, -1] = ids[tied, 0]
     return kept, log_probs[:, 1:].where(exists, -torch.inf)
-
-
-def watch_for_stops(processor: Any, stops: Mapping[tuple[str, ...], StopStrings]) -> None:
-    """Make vLLM end each sample with the token that completes a stop string.
-
-    vLLM searches for stop strings in text, for which it would need a tokenizer. Its
-    ``OutputProcessor`` asks each sample's detokenizer whether new tokens end the sample, and
-    reports that to the scheduler. Here, a ``_Reader`` answers in place of the detokenizer.
-
-    Args:
-        processor: vLLM's ``OutputProcessor``.
-        stops: the stop strings, by the value that requests have under ``STOP``; it may grow.
-    """
-    add = processor.add_request
-
-    def add_request(request: Any, *args: Any, **kwargs: Any) -> None:
-        add(request, *args, **kwargs)
-        strings = (request.sampling_params.extra_args or {}).get(STOP)
-        if strings:
-            reader = processor.request_states[request.request_id].detokenizer
-            reader.update = _Reader(reader.token_ids, stops[tuple(strings)]).update
-
-    processor.add_request = add_request
-
-
-class _Reader:
-    """Reads the tokens of one sample.
-
-    Args:
-        token_ids: vLLM's list of the sample's tokens.
-        stop: the strings that end the sample.
-    """
-
-    def __init__(self, token_ids: list[int], stop: StopStrings) -> None:
-        self._token_ids = token_ids
-        self._after = stop.table.numpy()
-        self._end = stop.end
-        self._state = 0
-
-    def update(self, new_token_ids: Sequence[int], stop_terminated: bool) -> str | None:
-        """Append new tokens, up to one that ends the sample; return None if it continues."""
-        for token in new_token_ids:
-            self._token_ids.append(token)
-            if token < self._after.shape[1]:  # the model may have more tokens than the tokenizer
-                self._state = self._after[self._state, token]
-            if self._state == self._end:
-                return STOP
-        return None

@@ -46,8 +46,9 @@ from torchrl_grpo.generation.vllm import (
     starting_vllm,
     vllm_settings,
 )
-from torchrl_grpo.generation.vllm_answers import Answer, watch_for_stops
+from torchrl_grpo.generation.vllm_answers import Answer
 from torchrl_grpo.generation.vllm_images import check_returned, compose, images_alone
+from torchrl_grpo.generation.vllm_stops import watch_for_stops
 from torchrl_grpo.host.processes import die_with_parent, enable_stack_dump
 from torchrl_grpo.images import Prompt
 from torchrl_grpo.weights.worker import unname_queues

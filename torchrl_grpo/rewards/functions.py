@@ -18,12 +18,13 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import cloudpickle
 
 from torchrl_grpo.checks import did_you_mean
+from torchrl_grpo.host.plugins import plugins
 from torchrl_grpo.rewards import BUILTINS
 
 Sources = dict[str, tuple[str, str]]
@@ -41,7 +42,8 @@ def load_function(
     """Load a function by name.
 
     Args:
-        name: one of ``builtins``, ``path/to/file.py:function`` or ``package.module:function``.
+        name: one of ``builtins`` or of ``plugins(field)``, ``path/to/file.py:function`` or
+            ``package.module:function``.
         field: config key of the name.
         builtins: ``package.module:function`` by name.
 
@@ -51,7 +53,7 @@ def load_function(
     >>> load_function("gsm8k")("#### 72", "72")
     True
     """
-    return _load(builtins.get(name, name), name, field, builtins, "function")
+    return load_object(name, field, "function", _is_function, builtins)
 
 
 def check_objects() -> None:
@@ -71,26 +73,56 @@ def check_objects() -> None:
             ) from error
 
 
-def load_class(name: str, field: str) -> Callable[..., Any]:
+def load_class(name: str, field: str, builtins: Mapping[str, str] = MappingProxyType({})) -> Any:
     """Load a class, ``path/to/file.py:Class`` or ``package.module:Class``; see ``load_function``.
 
     Raises:
         ValueError: there is no such class, or its module cannot be imported.
     """
-    return _load(name, name, field, {}, "class")
+    return load_object(name, field, "class", _is_class, builtins)
 
 
-def _load(
-    full: str, name: str, field: str, builtins: Mapping[str, str], kind: str
-) -> Callable[..., Any]:
-    if full in OBJECTS and isinstance(OBJECTS[full], type) == (kind == "class"):
+def _is_class(value: Any) -> bool:
+    return isinstance(value, type)
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+def load_object(
+    name: str,
+    field: str,
+    kind: str,
+    fits: Callable[[Any], bool],
+    builtins: Mapping[str, str],
+) -> Any:
+    """Load what a config key names: something built in, from another package, or the user's own.
+
+    Args:
+        name: see ``load_function``.
+        field: config key of the name.
+        kind: what the object must be, in words.
+        fits: returns whether an object is of that kind.
+        builtins: see ``load_function``.
+
+    Raises:
+        ValueError: there is no such object, or its module cannot be imported.
+    """
+    full = builtins.get(name, name)
+    if ":" not in full and not full.endswith(".py"):
+        builtins = {**plugins(field), **builtins}
+        full = builtins.get(name, name)
+    if full in OBJECTS and fits(OBJECTS[full]):
         return OBJECTS[full]
-    place, _, function = full.rpartition(":")
+    place, _, attribute = full.rpartition(":")
     if full.endswith(".py"):
-        place, function = full, ""
-    if not place or not (function or place.endswith(".py")):
+        place, attribute = full, ""
+    if not place or not (attribute or place.endswith(".py")):
         fix = did_you_mean(name, builtins, "use one of them.")
-        known = f"a built-in name ({', '.join(sorted(builtins))}), " if builtins else ""
+        known = (
+            f"a built-in or installed name ({', '.join(sorted(builtins))}), " if builtins else ""
+        )
         raise ValueError(
             f"{field}={name} must be {known}file.py:{kind} or package.module:{kind}: {fix}"
         )
@@ -104,20 +136,18 @@ def _load(
         module = importlib.import_module(place) if path is None else _load_file(path)
     except (Exception, SystemExit) as error:
         raise _import_error(field, name, place, error) from error
-    value = getattr(module, function, None)
-    is_class = kind == "class"
-    if not callable(value) or isinstance(value, type) != is_class:
+    value: Any = getattr(module, attribute, None)
+    if not fits(value):
         candidates = [
             key
             for key, other in vars(module).items()
-            if callable(other)
-            and isinstance(other, type) == is_class
+            if fits(other)
             and getattr(other, "__module__", None) == module.__name__
             and not key.startswith("_")
         ]
-        problem = f"which has no {function!r}" if function else "after a colon"
-        if hasattr(module, function):
-            problem = f"but it is not a {kind}"
+        problem = f"which has no {attribute!r}" if attribute else "after a colon"
+        if hasattr(module, attribute):
+            problem = f"but {attribute} is not one"
         raise ValueError(
             f"{field}={name} must name a {kind} in {place}, {problem}: use one of "
             f"{candidates or 'those defined there'}."
@@ -125,9 +155,9 @@ def _load(
     if path is None:
         return value
     sources = _imported_siblings(path) | {module.__name__: _sources[module.__name__]}
-    if is_class:
+    if _is_class(value):
         value.__reduce_ex__ = lambda self, _: _pickled(self, sources)
-    return FileFunction(module, function, sources)
+    return FileFunction(module, attribute, sources)
 
 
 def _pickled(instance: object, sources: Sources) -> tuple[Any, ...]:
@@ -145,17 +175,18 @@ def _remade(make: Callable[..., Any], function: FileFunction, arguments: Sequenc
 def _import_error(field: str, name: str, place: str, error: BaseException) -> ValueError:
     """Return the error for a user's module that raised on import, with its location."""
     frames = traceback.extract_tb(error.__traceback__)
-    own_frames = [frame for frame in frames if "site-packages" not in frame.filename]
+    others = ("site-packages", "importlib", __file__)
+    own_frames = [f for f in frames if not any(other in f.filename for other in others)]
     last = (own_frames or [frames[-1]])[-1]
     what = traceback.format_exception_only(error)[-1].strip()
-    missing = False
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        missing = f"{place}.".startswith(f"{error.name}.")
+    missing = isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}.")
     spot: Any = error if isinstance(error, SyntaxError) else last
     where = "" if missing else f" at {spot.filename}:{spot.lineno}"
     fix = "fix it"
     if missing:
         fix = "put its folder on PYTHONPATH, or use the file, path/to/file.py:function"
+        if place not in name:  # of a plug-in
+            fix = "install its package again"
     if isinstance(error, ImportError) and "relative import" in str(error):
         fix = (
             "a file is not part of a package, so use "

@@ -24,9 +24,11 @@ from torchrl.record.loggers.mlflow import MLFlowLogger
 from torchrl.record.loggers.trackio import TrackioLogger
 from torchrl.record.loggers.wandb import WandbLogger
 
+from torchrl_grpo.assembly.components import make_component
 from torchrl_grpo.extras.run_files import read_inside
 from torchrl_grpo.host.trees import dotted
 from torchrl_grpo.reporting.trackers import Row, Tracker
+from torchrl_grpo.rewards.functions import load_class
 
 # A run must end even if the server does not answer: timeout for the start and for the last upload.
 _WANDB_TIMEOUT_S = 60.0
@@ -315,6 +317,15 @@ def check_service(name: str, settings: Mapping[str, Any]) -> None:
     Raises:
         ValueError: its package, a key or an address is missing.
     """
+    if name not in _SERVICES:
+        field = f"logging.{name}._target_"
+        target = str(settings.get("_target_"))
+        kind = load_class(target, field)
+        if not issubclass(getattr(kind, "__wrapped__", kind), Tracker):
+            raise ValueError(
+                f"{field}={target} must be a subclass of Tracker: derive it from {Tracker.__module__}."
+            )
+        return
     key, off = ("port", "null") if name == "prometheus" else ("mode", "disabled")
     field, package = f"logging.{name}.{key}", _PACKAGES.get(name, name)
     if not _is_installed(package):
@@ -338,6 +349,8 @@ def start_service(
     name: str, folders: Sequence[Path], settings: Mapping[str, Any], config: str
 ) -> Tracker:
     """Start a service; see ``start_trackers`` for the arguments."""
+    if name not in _SERVICES:
+        return make_component(f"logging.{name}", dict(settings), Tracker, folders, config)
     run = settings["name"] or folders[0].resolve().name
     return _SERVICES[name](folders, settings, run, config)
 

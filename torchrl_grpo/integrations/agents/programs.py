@@ -26,6 +26,7 @@ from numbers import Real
 from typing import Any
 
 from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.host.plugins import plugins
 from torchrl_grpo.host.processes import guarded
 from torchrl_grpo.rewards.functions import load_function
 
@@ -64,7 +65,8 @@ def load_program(spec: str) -> Program:
         ValueError: there is no such function or command, or it is not an agent.
     """
     words = shlex.split(spec)
-    if len(words) == 1 and (":" in spec or spec.endswith(".py")):
+    named = ":" in spec or spec.endswith(".py") or spec in plugins("env.agent")
+    if len(words) == 1 and named:
         return Function(load_function(spec, "env.agent", {}), f"env.agent={spec}")
     if not words or shutil.which(words[0]) is None:
         raise ValueError(

@@ -1,0 +1,72 @@
+"""The entry point of ``vllm.general_plugins``: stop strings in processes that vLLM starts itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from tests.support.configs import ROOT
+
+PROGRAM = """
+from transformers import AutoTokenizer
+from vllm.plugins import load_general_plugins
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from torchrl_grpo.starter import starter_path
+
+load_general_plugins()
+import sys
+print("torchrl", "torchrl" in sys.modules or "tensordict" in sys.modules)
+
+from torchrl_grpo.generation.stops import StopStrings
+from torchrl_grpo.generation.vllm_stops import watch_for_stops
+
+tokenizer = AutoTokenizer.from_pretrained(starter_path())
+tokens = tokenizer("1+2+2=5", add_special_tokens=False)["input_ids"]
+
+def ends(processor, **options):
+    params = SamplingParams(max_tokens=9, **options)
+    request = EngineCoreRequest(
+        request_id="0", prompt_token_ids=tokens, mm_features=None, sampling_params=params, pooling_params=None,
+        arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None, external_req_id="0",
+    )
+    processor.add_request(request, None)
+    reader = processor.request_states.pop("0").detokenizer
+    for token in tokens:
+        if reader.update([token], False):
+            break
+    return tokenizer.decode(reader.output_token_ids)
+
+other = OutputProcessor(tokenizer, log_stats=False)
+print("other", ends(other, extra_args={"stop_strings": ["2+2"]}), ends(other))
+ours = OutputProcessor(None, log_stats=False)
+for _ in range(2):
+    watch_for_stops(ours, {("2+2",): StopStrings(["2+2"], tokenizer)})
+print("ours", ends(ours, extra_args={"stop_strings": ["2+2"]}), ends(ours))
+"""
+
+
+def test_a_process_of_vllm_ends_responses_at_stop_strings(tmp_path: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    metadata = tmp_path / "torchrl_grpo-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torchrl_grpo\nVersion: 0\n")
+    [(name, value)] = project["entry-points"]["vllm.general_plugins"].items()
+    (metadata / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {value}\n")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["torchrl", "False"] in lines
+    assert ["other", "1+2+2", "1+2+2=5"] in lines
+    assert ["ours", "1+2+2", "1+2+2=5"] in lines

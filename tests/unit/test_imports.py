@@ -48,6 +48,7 @@ RESTRICTED = {
             "generation/vllm.py",
             "generation/vllm_async.py",
             "generation/vllm_images.py",
+            "generation/vllm_stops.py",
             "weights/nccl.py",
             "weights/worker.py",
         ),

@@ -17,14 +17,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from torchrl_grpo.starter import starter_path
-
 load_general_plugins()
 import sys
-print("torchrl", "torchrl" in sys.modules or "tensordict" in sys.modules)
+print("imported", *sorted(name for name in sys.modules if name.startswith("torchrl_grpo")))
 
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.vllm_stops import watch_for_stops
+from torchrl_grpo.starter import starter_path
 
 tokenizer = AutoTokenizer.from_pretrained(starter_path())
 tokens = tokenizer("1+2+2=5", add_special_tokens=False)["input_ids"]
@@ -67,6 +66,7 @@ def test_a_process_of_vllm_ends_responses_at_stop_strings(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert ["torchrl", "False"] in lines
+    imported = ["torchrl_grpo", "torchrl_grpo.generation", "torchrl_grpo.generation.vllm_stops"]
+    assert ["imported", *imported] in lines
     assert ["other", "1+2+2", "1+2+2=5"] in lines
     assert ["ours", "1+2+2", "1+2+2=5"] in lines

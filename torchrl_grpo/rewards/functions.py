@@ -147,7 +147,7 @@ def load_object(
         ]
         problem = f"which has no {attribute!r}" if attribute else "after a colon"
         if hasattr(module, attribute):
-            problem = f"but {attribute} is not one"
+            problem = f"but it is not a {kind}"
         raise ValueError(
             f"{field}={name} must name a {kind} in {place}, {problem}: use one of "
             f"{candidates or 'those defined there'}."

@@ -663,7 +663,7 @@ def test_a_custom_loss_and_advantage_are_found_by_name(
     [
         (
             "policy.loss._target_=nowhere.Loss",
-            r"policy\.loss\._target_=nowhere\.Loss must name a class that can be imported[\s\S]*py:Class",
+            r"policy\.loss\._target_=nowhere\.Loss must be in a module that can be imported[\s\S]*file\.py",
         ),
         (
             "policy.loss._target_=nowhere.py:Loss",

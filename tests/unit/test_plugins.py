@@ -38,9 +38,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plugin")
     shutil.copytree(PACKAGE, folder / "source", ignore=shutil.ignore_patterns("__pycache__"))
     options = ("--no-deps", "--no-build-isolation", "--no-index", "-q")
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", folder / "installed"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        *options,
+        "--target",
+        folder / "site-packages",
+    ]
     subprocess.run([*command, folder / "source"], check=True, timeout=600)
-    return folder / "installed"
+    return folder / "site-packages"
 
 
 @pytest.fixture

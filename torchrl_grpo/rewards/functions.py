@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import importlib.abc
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -175,8 +176,7 @@ def _remade(make: Callable[..., Any], function: FileFunction, arguments: Sequenc
 def _import_error(field: str, name: str, place: str, error: BaseException) -> ValueError:
     """Return the error for a user's module that raised on import, with its location."""
     frames = traceback.extract_tb(error.__traceback__)
-    others = ("site-packages", "importlib", __file__)
-    own_frames = [f for f in frames if not any(other in f.filename for other in others)]
+    own_frames = [f for f in frames[1:] if not re.search("site-packages|importlib", f.filename)]
     last = (own_frames or [frames[-1]])[-1]
     what = traceback.format_exception_only(error)[-1].strip()
     missing = isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}.")

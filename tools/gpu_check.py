@@ -1,8 +1,9 @@
 """Check the package on one CUDA device within a time limit, and measure its performance.
 
     sh tools/gpu_wheels.sh wheels python3.12                         # where there is a network
-    python tools/gpu_check.py --wheels wheels --minutes 20 --out first
-    python tools/gpu_check.py --wheels wheels --minutes 10 --out second --state first/results.json
+    python tools/gpu_check.py --wheels wheels --minutes 10 --out first
+    python tools/gpu_check.py --wheels wheels --minutes 5 --out second --state first/results.json
+    python tools/gpu_check.py --only gate tests options --out again  # what has passed on a GPU
     python tools/gpu_check.py --device cpu --minutes 300 --out rehearsal    # small shapes
 
 Each stage is a process with its own time limit. If it fails or takes too long, that is recorded and
@@ -12,7 +13,8 @@ these files under ``--out``:
 - ``results.json``: each stage's status, seconds, and figures;
 - ``log.txt``: what the stages printed;
 - ``tests.xml``: the tests, in JUnit's format;
-- ``profile.txt``: the kernels of a training step, and how long the device was idle.
+- ``profile.txt``: the kernels of a training step, and how long the device was idle;
+- ``vllm.log``: what vLLM's processes logged.
 
 ``--state`` takes the ``results.json`` of an earlier call: stages that passed are not repeated, and
 stages that have not run yet come before failed ones. The exit code is 1 if a stage failed.
@@ -70,20 +72,30 @@ def _tests(name: str, limit_s: float, *arguments: str) -> Stage:
     return Stage(name, limit_s, (*PYTEST, *arguments))
 
 
+MENDED = "8_bits or peak_of_a_step or cpu_offload or sharded or waits_for_it_twice"
+FIRST_USER = "tests/gpu/test_first_user.py"
 STAGES = (
+    _script("vllm_engine", 150),
+    _tests("vllm_runs", 120, "tests/gpu/test_engines.py", FIRST_USER, "-k", "engine or sleeps"),
+    _script("step_profile", 60),
+    _script("training_step", 120),
+    _script("lora_7b", 60),
+    _script("rollout", 45),
+    _tests("mended", 75, "tests/gpu/test_gpu.py", "tests/gpu/test_one_gpu.py", "-k", MENDED),
+    _tests("ray", 100, FIRST_USER, "-k", "share_weights and auto and vllm"),
+)
+"""What has not run on a GPU, or has changed since, in the order of its importance."""
+REPEATS = (
     _script("gate", 60),
     _tests("tests", 150, "tests/gpu/test_gpu.py"),
     _tests("options", 150, "tests/gpu/test_options.py"),
     _tests("one_gpu", 100, "tests/gpu/test_one_gpu.py", "tests/unit/test_sharding_memory.py"),
-    _tests("first_user", 120, "tests/gpu/test_first_user.py", "-k", "without_vllm or adapters"),
-    _script("training_step", 300),
+    _tests("first_user", 120, FIRST_USER, "-k", "without_vllm or adapters"),
     _script("parts", 120),
-    _script("step_profile", 60),
-    _script("rollout", 120),
     _script("publish", 60),
     _script("learning", 90),
-    _script("lora_7b", 120),
 )
+"""What passed on an H200 (``benchmarks/results/gpu_h200.json``); it runs with ``--only``."""
 
 
 class Check:
@@ -124,7 +136,7 @@ class Check:
             "GPU_CHECK_DEVICE": device,
         }
         out.mkdir(parents=True, exist_ok=True)
-        for name in ("log.txt", "profile.txt", "tests.xml"):
+        for name in ("log.txt", "profile.txt", "tests.xml", "vllm.log"):
             (out / name).unlink(missing_ok=True)
 
     def run(self) -> bool:
@@ -181,6 +193,9 @@ class Check:
                 result["tests"] = _outcomes(suites)
             if (profile := Path(folder, "profile.txt")).exists():
                 shutil.copy(profile, self._out)
+            with (self._out / "vllm.log").open("ab") as logs:
+                for file in sorted(Path(folder).rglob("vllm.log")):
+                    logs.write(file.read_bytes())
         return result
 
     def _write(self) -> None:
@@ -257,14 +272,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--state", type=Path, help="results.json of an earlier call")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to use for this call")
-    names = [stage.name for stage in STAGES]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STAGE")
+    names = [stage.name for stage in STAGES + REPEATS]
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=names,
+        default=[stage.name for stage in STAGES],
+        metavar="STAGE",
+        help=f"of {', '.join(names)}",
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a stage does not outlive the check
     start = time.monotonic()
     earlier = json.loads(args.state.read_text())["stages"] if args.state else {}
     finished = {name: result for name, result in earlier.items() if result["status"] == "passed"}
-    stages = remaining([stage for stage in STAGES if stage.name in args.only], earlier)
+    stages = remaining([s for s in STAGES + REPEATS if s.name in args.only], earlier)
     if args.device == "cpu":
         stages = [replace(stage, limit_s=CPU_SLOWDOWN * stage.limit_s) for stage in stages]
     with tempfile.TemporaryDirectory() as folder:

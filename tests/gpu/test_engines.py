@@ -1,9 +1,12 @@
 """vLLM's engines on CUDA, with vLLM's default scheduling and model runner. Never run on a GPU so
 far.
+
+``GPU_CHECK_DEVICE=cpu`` runs them on a CPU, with weights in shared memory.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,17 +24,21 @@ from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.weights import Transfer, make_sender, named_weights
 
-DEVICE, KIND = "cuda", "ipc"
+DEVICE = os.environ.get("GPU_CHECK_DEVICE", "cuda")
+KIND = "ipc" if DEVICE == "cuda" else "object_store"
 SETTINGS: dict[str, Any] = {
     "max_model_len": CONTEXT,
     "enforce_eager": True,
     "gpu_memory_utilization": 0.2,
+    "kv_cache_gib": 0.5,
 }
 ROUNDING = 0.05
 """In float32 with the products of tensor cores; other weights give more than 0.1."""
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(
+        DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"
+    ),
     pytest.mark.skipif(not _has_vllm, reason="vllm is not installed"),
 ]
 

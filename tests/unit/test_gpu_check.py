@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,7 +12,7 @@ import pytest
 
 from tests.support.configs import ROOT
 from tests.support.processes import alive
-from tools.gpu_check import STAGES, Check, Stage, remaining
+from tools.gpu_check import REPEATS, STAGES, Check, Stage, remaining
 
 ENDS = "import sys; open(sys.argv[1], 'w').write('{\"rate\": 3}'); print('it ran'); sys.exit(%d)"
 HANGS = (
@@ -79,12 +81,38 @@ def test_a_second_call_begins_with_what_has_not_run() -> None:
     assert remaining(stages, {}) == list(stages)
 
 
+def test_logs_and_profile_of_a_stage_are_kept(tmp_path: Path) -> None:
+    writes = (
+        "import os, pathlib, sys; folder = pathlib.Path(os.environ['TMPDIR']);"
+        "(folder / 'run').mkdir();"
+        "(folder / 'run/vllm.log').write_text(sys.argv[0] + 'engine\\n');"
+        "(folder / 'profile.txt').write_text('kernels')"
+    )
+    stages = [stage("first", writes), stage("second", writes)]
+    assert Check(tmp_path, "cpu", 600, stages, {}).run()
+    assert (tmp_path / "vllm.log").read_text().count("engine") == 2
+    assert (tmp_path / "profile.txt").read_text() == "kernels"
+
+
 def test_the_files_of_all_stages_exist() -> None:
-    for stage in STAGES:
+    for stage in STAGES + REPEATS:
         _, module, *others = stage.arguments
         files = [text for text in others if text.endswith(".py")]
         if module != "pytest":
             files.append(f"tools/{module.replace('.', '/')}.py")
         assert files
         assert all((ROOT / file).is_file() for file in files)
-    assert sum(stage.limit_s for stage in STAGES) < 25 * 60
+    assert len({stage.name for stage in STAGES + REPEATS}) == len(STAGES) + len(REPEATS)
+    assert sum(stage.limit_s for stage in STAGES) < 13 * 60
+
+
+@pytest.mark.nightly
+@pytest.mark.slow  # starts pytest six times
+def test_the_expressions_of_the_stages_select_tests() -> None:
+    """Each stage of tests must select some, also when their names change."""
+    for stage in STAGES + REPEATS:
+        if stage.arguments[1] == "pytest":
+            selection = [text for text in stage.arguments[2:] if not text.startswith(("-s", "--j"))]
+            command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-n", "0", *selection]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, (stage.name, done.stdout)

@@ -1,18 +1,30 @@
-"""Record the kernels of one training step, the share of time in which the device was idle, and how
-often the host waited for it. The table goes into ``profile.txt``.
+"""Record the seconds of a training step's phases with one CPU thread and with all of them, its
+kernels, the share of time in which the device was idle, and how often the host waited for it. The
+table of kernels goes into ``profile.txt``.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
+from accelerator import synchronize
 from bench_train_step import make_model
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_stages.common import Stage, make_batch, make_trainer
+from torchrl_grpo.learner import step as step_module
 from torchrl_grpo.learner.optimizer import make_optimizer
+from torchrl_grpo.learner.step import PolicyTrainer
+from torchrl_grpo.models.passes import Pass
 
 ROWS = 30
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::item")
@@ -30,8 +42,20 @@ def main() -> None:
     optimizer = make_optimizer(list(model.parameters()), lr=1e-6)
     sequences = size["groups"] * size["group"]
     trainer = make_trainer(model, optimizer, sequences=sequences, micro_batch_tokens=16384)
+    threads = torch.get_num_threads()
+    for count in sorted({1, threads}):
+        torch.set_num_threads(count)
+        with stage.part(f"threads: {count}") as figures:
+            figures["step_s"] = stage.seconds(lambda: trainer.train_step(batch), 3)
+            start = time.process_time()
+            trainer.train_step(batch)
+            synchronize(stage.device)
+            figures["host's CPU seconds"] = time.process_time() - start
+            with phases(trainer, stage.device) as seconds:
+                trainer.train_step(batch)
+            figures |= {f"{phase}_s": value for phase, value in seconds.items()}
+    torch.set_num_threads(1)
     with stage.part("step") as figures:
-        figures["step_s"] = stage.seconds(lambda: trainer.train_step(batch), 2)
         activities = [ProfilerActivity.CPU]
         if not stage.is_rehearsal:
             activities.append(ProfilerActivity.CUDA)
@@ -47,6 +71,52 @@ def main() -> None:
         if not stage.is_rehearsal:
             figures |= idle_share(profiler)
     stage.end()
+
+
+@contextmanager
+def phases(trainer: PolicyTrainer, device: str) -> Iterator[Counter[str]]:
+    """Context with the seconds of each phase of the steps in it. The device finishes each phase
+    before the next begins, so their sum is more than the time of a step.
+    """
+    seconds = Counter[str]()
+
+    def timed(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            synchronize(device)
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                synchronize(device)
+                seconds[phase] += time.perf_counter() - start
+
+        return call
+
+    def lay_out(each: Pass) -> None:
+        assert each.rows is not None and each.layout is not None  # both are made when asked for
+
+    forward_backward = PolicyTrainer.forward_backward
+
+    def pass_in_phases(trainer: PolicyTrainer, each: Pass, batch: Any) -> Any:
+        timed("layout", lay_out)(each)
+        return forward_backward(trainer, each, batch)
+
+    loss = type(trainer.loss)
+    owners: tuple[tuple[Any, str, str], ...] = (
+        (PolicyTrainer, "_prepare", "prepare"),
+        (step_module, "make_passes", "passes"),
+        (loss, "score", "forward"),
+        (loss, "of_rows", "loss"),
+        (torch.Tensor, "backward", "backward"),
+        (PolicyTrainer, "optim_step", "optimizer"),
+    )
+    with ExitStack() as stack:
+        for owner, name, phase in owners:
+            function = getattr(owner, name)
+            stack.enter_context(mock.patch.object(owner, name, timed(phase, function)))
+        stack.enter_context(mock.patch.object(PolicyTrainer, "forward_backward", pass_in_phases))
+        yield seconds
 
 
 def idle_share(profiler: Any) -> dict[str, float]:

@@ -1,0 +1,341 @@
+"""Check vLLM's engine, eager and compiled: log-probs against the scorer, updates of the weights with
+checksums, sleep, the prefix cache, stop strings, and tokens per second.
+
+Prompts and responses are as many and as long as in the stage ``rollout``. On a CPU, weights go
+through shared memory instead of CUDA IPC, and sleep frees nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import torch
+from bench_rollout import make_model
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from gpu_stages.common import Stage
+from tests.support.weights import Trained
+from torchrl_grpo.generation import SamplingParams
+from torchrl_grpo.generation.base import Completion
+from torchrl_grpo.generation.stops import StopStrings
+from torchrl_grpo.generation.vllm import LOG_FILE, VLLMEngine
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.weights import Transfer, make_sender, named_weights
+
+LIBRARIES = (
+    "_C_stable_libtorch",
+    "_moe_C_stable_libtorch",
+    "cumem_allocator",
+    "vllm_flash_attn._vllm_fa3_C",
+)
+ALTERNATIVES: Mapping[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "defaults": ({}, {}),
+    "attention in Triton": ({"attention_backend": "TRITON_ATTN"}, {}),
+    "the older model runner": (
+        {"attention_backend": "TRITON_ATTN"},
+        {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    ),
+}
+"""Arguments and environment of an engine, tried in this order until one starts."""
+GROUP = 8
+MEAN_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+"""Largest mean distance from the scorer's log-probs; random weights of another seed give 0.8."""
+
+
+def main() -> None:
+    """Run the stage."""
+    stage = Stage()
+    with stage.part("libraries") as figures:
+        check_libraries(stage, figures)
+    with TemporaryDirectory() as folder:
+        first, second = (new_model(stage, seed) for seed in (0, 1))
+        first.save_pretrained(folder)
+        for eager in (True, False):
+            EngineCheck(stage, "eager" if eager else "compiled", first, second).run(folder, eager)
+    stage.end()
+
+
+def new_model(stage: Stage, seed: int) -> PreTrainedModel:
+    """Return a random model that differs with the seed."""
+    model = make_model("tiny" if stage.is_rehearsal else "qwen05", stage.dtype, stage.device)
+    generator = torch.Generator(stage.device).manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0.0, 0.1 if stage.is_rehearsal else 0.02, generator=generator)
+    return model
+
+
+def check_libraries(stage: Stage, figures: dict[str, Any]) -> None:
+    """Load vLLM's libraries, and compare one of its kernels with PyTorch's."""
+    figures["vllm"] = import_module("vllm").__version__
+    for name in LIBRARIES:
+        try:
+            import_module(f"vllm.{name}")
+            figures[name] = "loaded"
+        except ImportError as error:
+            figures[name] = str(error)[:200]
+    if stage.is_rehearsal:
+        return
+    rows, weight = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((64, 896), (896,)))
+    out = torch.empty_like(rows)
+    torch.ops._C.rms_norm(out, rows, weight, 1e-6)
+    expected = torch.nn.functional.rms_norm(rows, (896,), weight, 1e-6)
+    figures["rms_norm differs by"] = (out - expected).abs().max().item()
+
+
+class EngineCheck:
+    """The parts with one engine.
+
+    Args:
+        stage: that they belong to.
+        name: of the engine, before the names of its parts.
+        first: the model that the engine starts with.
+        second: another model of this shape.
+    """
+
+    def __init__(
+        self, stage: Stage, name: str, first: PreTrainedModel, second: PreTrainedModel
+    ) -> None:
+        self._stage, self._name = stage, name
+        self._first, self._second = first, second
+        self._version = 0
+        length, self._new = (80, 16) if stage.is_rehearsal else (256, 256)
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = first.config.vocab_size
+        self._prompts = torch.randint(2, vocabulary, (GROUP, length), generator=generator).unbind()
+
+    def run(self, folder: str, eager: bool) -> None:
+        """Start the engine, check it and close it."""
+        engine: VLLMEngine | None = None
+        with self._part("start") as figures:
+            engine = self._start(folder, eager, figures)
+        if engine is None:
+            return
+        self._engine = engine
+        parts: dict[str, Callable[[dict[str, Any]], None]] = {
+            "log-probs": self._log_probs,
+            "update": self._update,
+            "update by CUDA IPC, same process": self._update_from_here,
+            "sleep": self._sleep,
+            "prefix cache": self._prefix_cache,
+            "stop strings": self._stop_strings,
+        }
+        if eager:
+            parts["update by CUDA IPC, buffers"] = self._update_from_buffers
+        for name, check in parts.items():
+            with self._part(name) as figures:
+                check(figures)
+        with self._part("close"):
+            engine.close()
+
+    def _part(self, name: str) -> Any:
+        return self._stage.part(f"{self._name}: {name}")
+
+    def _start(self, folder: str, eager: bool, figures: dict[str, Any]) -> VLLMEngine:
+        """Return an engine with the first settings that start."""
+        for name, (arguments, environment) in ALTERNATIVES.items():
+            start = time.perf_counter()
+            try:
+                with mock.patch.dict(os.environ, environment):
+                    engine = VLLMEngine(
+                        folder,
+                        dtype=str(self._stage.dtype).removeprefix("torch."),
+                        max_model_len=128 if self._stage.is_rehearsal else 1024,
+                        enforce_eager=eager,
+                        gpu_memory_utilization=0.3,
+                        kv_cache_gib=0.25,
+                        enable_sleep=True,
+                        log_file=str(Path(os.environ["TMPDIR"], LOG_FILE)),
+                        engine_kwargs=arguments,
+                    )
+            except Exception as error:
+                figures[f"{name} failed"] = f"{type(error).__name__}: {error}"[:500]
+                continue
+            figures |= {"settings": name, "start_s": time.perf_counter() - start}
+            return engine
+        raise RuntimeError("the engine started with none of the settings")
+
+    def _generate(self, stop: StopStrings | None = None) -> list[Completion]:
+        params = SamplingParams(self._new, stop=stop)
+        groups = self._engine.generate(self._prompts, GROUP, params)
+        return [done for group in groups for done in group]
+
+    def _gap(self, model: PreTrainedModel, figures: dict[str, Any]) -> None:
+        """Record the distance of new responses' log-probs from those of a model, and raise if it
+        is too large.
+        """
+        responses = self._generate()
+        prompts = [prompt for prompt in self._prompts for _ in range(GROUP)]
+        tokens = torch.stack(
+            [
+                torch.cat([prompt, done.tokens])
+                for prompt, done in zip(prompts, responses, strict=True)
+            ]
+        )  # all have the same length: nothing ends a response
+        mask = torch.zeros_like(tokens, dtype=torch.bool)
+        mask[:, -self._new :] = True
+        scorer, scored = TokenScorer(model), list[Tensor]()
+        with torch.no_grad():
+            for some, some_mask in zip(tokens.split(16), mask.split(16), strict=True):
+                log_probs, _ = scorer.score(
+                    some.to(self._stage.device), some_mask.to(self._stage.device)
+                )
+                scored.append(log_probs[:, -self._new :].float().cpu())
+        sampled = torch.stack([done.log_probs for done in responses])
+        gaps = (sampled - torch.cat(scored)).abs()
+        figures |= {"mean gap": gaps.mean().item(), "largest gap": gaps.max().item()}
+        if not figures["mean gap"] < MEAN_GAP[self._stage.dtype]:
+            raise RuntimeError(f"the log-probs are those of other weights: {figures}")
+
+    def _log_probs(self, figures: dict[str, Any]) -> None:
+        """Compare log-probs with the scorer's, and measure the throughput."""
+        self._gap(self._first, figures)
+        tokens = len(self._prompts) * GROUP * self._new
+        figures["tokens_per_s"] = tokens / self._stage.seconds(self._generate, 2)
+
+    def _next(self, load: Callable[[int], None]) -> float:
+        """Call a function with the next version; return its seconds."""
+        self._version += 1
+        start = time.perf_counter()
+        load(self._version)
+        return time.perf_counter() - start
+
+    def _digest(self) -> str:
+        digest: str = self._engine._rpc("digest")[0]
+        return digest
+
+    def _update_each(
+        self, figures: dict[str, Any], load: Callable[[PreTrainedModel, int], None]
+    ) -> None:
+        """Load the second model, the first and the second again; compare the weights with those
+        that went through shared memory.
+        """
+        seconds = []
+        for model in (self._second, self._first, self._second):
+            seconds.append(self._next(lambda version, model=model: load(model, version)))
+            received = self._digest()
+            self._engine.update_weights(named_weights(model), self._version)
+            if received != self._digest():
+                raise RuntimeError(f"other weights arrived than those of version {self._version}")
+        figures["seconds"] = seconds
+        self._gap(self._second, figures)
+
+    def _update(self, figures: dict[str, Any]) -> None:
+        """Update through shared memory, and check that the weights change with the model."""
+        before = self._digest()
+        figures["seconds"] = [
+            self._next(lambda version, model=model: self._load(model, version))
+            for model in (self._first, self._second)
+        ]
+        if before == self._digest():
+            raise RuntimeError("the update left the weights as they were")
+        self._gap(self._second, figures)
+
+    def _load(self, model: PreTrainedModel, version: int) -> None:
+        self._engine.update_weights(named_weights(model), version)
+
+    def _update_from_here(self, figures: dict[str, Any]) -> None:
+        """Update from a trainer in this process."""
+        sender = self._make_sender("direct_ipc", "direct")
+        self._update_each(
+            figures,
+            lambda model, version: self._engine.load(sender.send(Trained(model), version), version),
+        )
+        if not self._stage.is_rehearsal:
+            figures["fast path"] = [self._engine._fast_works, self._engine._fast_failed]
+            if figures["fast path"] != [True, False]:
+                raise RuntimeError("the weights went through the host")
+
+    def _update_from_buffers(self, figures: dict[str, Any]) -> None:
+        """Update from buffers, as from a trainer in another process."""
+        sender = self._make_sender("ipc", "object_store")
+
+        def load(model: PreTrainedModel, version: int) -> None:
+            self._engine.load(sender.send(Trained(model), version), version)
+            sender.release(version)
+
+        self._update_each(figures, load)
+        sender.close()
+
+    def _make_sender(self, kind: str, on_cpu: str) -> Any:
+        return make_sender(
+            Transfer(on_cpu if self._stage.is_rehearsal else kind), dtype=self._stage.dtype
+        )
+
+    def _sleep(self, figures: dict[str, Any]) -> None:
+        """Sleep with weights that only the engine has (level 1), and with weights that it can read
+        again (level 2); check the weights after each.
+        """
+        sender = self._make_sender("direct_ipc", "direct")
+        for level in (1, 2):
+            if level == 1:
+                self._next(lambda version: self._load(self._second, version))
+            else:
+                handle = sender.send(Trained(self._second), self._version)
+                self._next(lambda version, handle=handle: self._engine.load(handle, version))
+            before, free = self._digest(), self._free_gib()
+            for name, method in (("sleep", self._engine.sleep), ("wake", self._engine.wake)):
+                start = time.perf_counter()
+                method()
+                figures[f"level {level}, {name}_s"] = time.perf_counter() - start
+                figures[f"level {level}, GiB free after {name}"] = self._free_gib() - free
+            if before != self._digest():
+                raise RuntimeError(f"other weights after sleep of level {level}")
+            self._gap(self._second, figures)
+
+    def _free_gib(self) -> float:
+        if self._stage.is_rehearsal:
+            return 0.0
+        return torch.cuda.mem_get_info()[0] / 2**30
+
+    def _prefix_cache(self, figures: dict[str, Any]) -> None:
+        """Count the prompt tokens that a repeated request finds in the cache, before and after an
+        update, which must drop them.
+        """
+        sampling = self._engine._sampling_params(len(self._prompts[0]), 1, SamplingParams(4))
+        prompt = import_module("vllm").TokensPrompt(prompt_token_ids=self._prompts[0].tolist())
+
+        def cached() -> int:
+            [output] = self._engine._llm.generate([prompt], [sampling], use_tqdm=False)
+            return output.num_cached_tokens or 0
+
+        self._next(lambda version: self._load(self._second, version))
+        figures["cached tokens: first, again"] = first, again = cached(), cached()
+        self._next(lambda version: self._load(self._second, version))
+        figures["cached tokens after an update"] = updated = cached()
+        if not first == 0 < again or updated:
+            raise RuntimeError(f"the cache does not follow the weights: {figures}")
+
+    def _stop_strings(self, figures: dict[str, Any]) -> None:
+        """End responses with each token whose text ends with "7;", a tenth of all."""
+        stop = StopStrings(["7;"], word_tokenizer(self._first.config.vocab_size))
+        ended = 0
+        for done in self._generate(stop):
+            *before, last = (token % 10 == 7 for token in done.tokens.tolist())
+            if any(before) or last != (done.finish_reason == "stop"):
+                raise RuntimeError(f"a response goes on after its stop string: {done.tokens}")
+            ended += last
+        figures["responses ended"] = ended
+        if ended < GROUP:
+            raise RuntimeError("stop strings end too few responses")
+
+
+def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer in which the text of token 12 is "12;"."""
+    words = {f"{token};": token for token in range(vocabulary)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="0;"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="0;")
+
+
+if __name__ == "__main__":
+    main()

@@ -75,7 +75,7 @@ def _tests(name: str, limit_s: float, *arguments: str) -> Stage:
 MENDED = "8_bits or peak_of_a_step or cpu_offload or sharded or waits_for_it_twice"
 FIRST_USER = "tests/gpu/test_first_user.py"
 STAGES = (
-    _script("vllm_engine", 150),
+    _script("vllm_engine", 170),
     _tests("vllm_runs", 120, "tests/gpu/test_engines.py", FIRST_USER, "-k", "engine or sleeps"),
     _script("step_profile", 60),
     _script("training_step", 120),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -74,11 +74,11 @@ def main() -> None:
 
 
 @contextmanager
-def phases(trainer: PolicyTrainer, device: str) -> Iterator[Counter[str]]:
+def phases(trainer: PolicyTrainer, device: str) -> Iterator[dict[str, float]]:
     """Context with the seconds of each phase of the steps in it. The device finishes each phase
     before the next begins, so their sum is more than the time of a step.
     """
-    seconds = Counter[str]()
+    seconds = defaultdict[str, float](float)
 
     def timed(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -46,6 +46,8 @@ ALTERNATIVES: Mapping[str, tuple[dict[str, Any], dict[str, str]]] = {
     ),
 }
 """Arguments and environment of an engine, tried in this order until one starts."""
+Load = Callable[[PreTrainedModel, int], None]
+"""Loads a model's weights into the engine as a version."""
 GROUP = 8
 MEAN_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """Largest mean distance from the scorer's log-probs; random weights of another seed give 0.8."""
@@ -203,26 +205,24 @@ class EngineCheck:
         tokens = len(self._prompts) * GROUP * self._new
         figures["tokens_per_s"] = tokens / self._stage.seconds(self._generate, 2)
 
-    def _next(self, load: Callable[[int], None]) -> float:
-        """Call a function with the next version; return its seconds."""
+    def _next(self, load: Load, model: PreTrainedModel) -> float:
+        """Load a model as the next version; return the seconds."""
         self._version += 1
         start = time.perf_counter()
-        load(self._version)
+        load(model, self._version)
         return time.perf_counter() - start
 
     def _digest(self) -> str:
         digest: str = self._engine._rpc("digest")[0]
         return digest
 
-    def _update_each(
-        self, figures: dict[str, Any], load: Callable[[PreTrainedModel, int], None]
-    ) -> None:
+    def _update_each(self, figures: dict[str, Any], load: Load) -> None:
         """Load the second model, the first and the second again; compare the weights with those
         that went through shared memory.
         """
         seconds = []
         for model in (self._second, self._first, self._second):
-            seconds.append(self._next(lambda version, model=model: load(model, version)))
+            seconds.append(self._next(load, model))
             received = self._digest()
             self._engine.update_weights(named_weights(model), self._version)
             if received != self._digest():
@@ -234,8 +234,7 @@ class EngineCheck:
         """Update through shared memory, and check that the weights change with the model."""
         before = self._digest()
         figures["seconds"] = [
-            self._next(lambda version, model=model: self._load(model, version))
-            for model in (self._first, self._second)
+            self._next(self._load, model) for model in (self._first, self._second)
         ]
         if before == self._digest():
             raise RuntimeError("the update left the weights as they were")
@@ -247,10 +246,11 @@ class EngineCheck:
     def _update_from_here(self, figures: dict[str, Any]) -> None:
         """Update from a trainer in this process."""
         sender = self._make_sender("direct_ipc", "direct")
-        self._update_each(
-            figures,
-            lambda model, version: self._engine.load(sender.send(Trained(model), version), version),
-        )
+
+        def load(model: PreTrainedModel, version: int) -> None:
+            self._engine.load(sender.send(Trained(model), version), version)
+
+        self._update_each(figures, load)
         if not self._stage.is_rehearsal:
             figures["fast path"] = [self._engine._fast_works, self._engine._fast_failed]
             if figures["fast path"] != [True, False]:
@@ -277,12 +277,12 @@ class EngineCheck:
         again (level 2); check the weights after each.
         """
         sender = self._make_sender("direct_ipc", "direct")
+
+        def load(model: PreTrainedModel, version: int) -> None:
+            self._engine.load(sender.send(Trained(model), version), version)
+
         for level in (1, 2):
-            if level == 1:
-                self._next(lambda version: self._load(self._second, version))
-            else:
-                handle = sender.send(Trained(self._second), self._version)
-                self._next(lambda version, handle=handle: self._engine.load(handle, version))
+            self._next(self._load if level == 1 else load, self._second)
             before, free = self._digest(), self._free_gib()
             for name, method in (("sleep", self._engine.sleep), ("wake", self._engine.wake)):
                 start = time.perf_counter()
@@ -309,9 +309,9 @@ class EngineCheck:
             [output] = self._engine._llm.generate([prompt], [sampling], use_tqdm=False)
             return output.num_cached_tokens or 0
 
-        self._next(lambda version: self._load(self._second, version))
+        self._next(self._load, self._second)
         figures["cached tokens: first, again"] = first, again = cached(), cached()
-        self._next(lambda version: self._load(self._second, version))
+        self._next(self._load, self._second)
         figures["cached tokens after an update"] = updated = cached()
         if not first == 0 < again or updated:
             raise RuntimeError(f"the cache does not follow the weights: {figures}")

@@ -72,7 +72,7 @@ def _tests(name: str, limit_s: float, *arguments: str) -> Stage:
     return Stage(name, limit_s, (*PYTEST, *arguments))
 
 
-MENDED = "8_bits or peak_of_a_step or cpu_offload or sharded or waits_for_it_twice"
+MENDED = "8_bits or peak_of_a_step or cpu_offload or sharded or waits_for_it or scorers_log_probs"
 FIRST_USER = "tests/gpu/test_first_user.py"
 STAGES = (
     _script("vllm_engine", 170),
@@ -80,7 +80,7 @@ STAGES = (
     _script("step_profile", 60),
     _script("training_step", 120),
     _script("lora_7b", 60),
-    _script("rollout", 45),
+    _script("rollout", 60),
     _tests("mended", 75, "tests/gpu/test_gpu.py", "tests/gpu/test_one_gpu.py", "-k", MENDED),
     _tests("ray", 100, FIRST_USER, "-k", "share_weights and auto and vllm"),
 )

@@ -12,7 +12,7 @@ BATCH = "--prompts 256 --groups 8 --sequences 64 --responses 64 512 --at-once 8"
 FEW = "--prompts 64 --groups 2 --sequences 8 --responses 32 64 --at-once 4 --repeats 1"
 SETTINGS = (
     f"--models qwen05 --dtypes bfloat16 --repeats 3 {BATCH} --sides trl",
-    f"--models qwen15 --dtypes bfloat16 --repeats 2 {BATCH} --sides trl",
+    f"--models qwen15 --dtypes bfloat16 --repeats 2 --micro-batch-tokens 8192 {BATCH} --sides trl",
 )
 REHEARSAL = tuple(
     f"--models tiny --dtypes {dtype} --micro-batch-tokens 512 {FEW} --sides trl"

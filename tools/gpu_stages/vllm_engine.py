@@ -40,12 +40,12 @@ LIBRARIES = (
 ALTERNATIVES: Mapping[str, tuple[dict[str, Any], dict[str, str]]] = {
     "defaults": ({}, {}),
     "attention in Triton": ({"attention_backend": "TRITON_ATTN"}, {}),
-    "the older model runner": (
-        {"attention_backend": "TRITON_ATTN"},
-        {"VLLM_USE_V2_MODEL_RUNNER": "0"},
-    ),
+    "the head in the model's dtype": ({"hf_overrides": {"head_dtype": "model"}}, {}),
+    "the older model runner": ({}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
 }
-"""Arguments and environment of an engine, tried in this order until one starts."""
+"""Arguments and environment of an engine, tried in this order until one starts. A second engine
+begins with those of the first.
+"""
 Load = Callable[[PreTrainedModel, int], None]
 """Loads a model's weights into the engine as a version."""
 GROUP = 8
@@ -61,8 +61,11 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         first, second = (new_model(stage, seed) for seed in (0, 1))
         first.save_pretrained(folder)
+        settings = "defaults"
         for eager in (True, False):
-            EngineCheck(stage, "eager" if eager else "compiled", first, second).run(folder, eager)
+            check = EngineCheck(stage, "eager" if eager else "compiled", first, second, settings)
+            check.run(folder, eager)
+            settings = check.settings
     stage.end()
 
 
@@ -103,11 +106,18 @@ class EngineCheck:
         name: of the engine, before the names of its parts.
         first: the model that the engine starts with.
         second: another model of this shape.
+        settings: the name in ``ALTERNATIVES`` to begin with; later, those that started.
     """
 
     def __init__(
-        self, stage: Stage, name: str, first: PreTrainedModel, second: PreTrainedModel
+        self,
+        stage: Stage,
+        name: str,
+        first: PreTrainedModel,
+        second: PreTrainedModel,
+        settings: str,
     ) -> None:
+        self.settings = settings
         self._stage, self._name = stage, name
         self._first, self._second = first, second
         self._version = 0
@@ -145,7 +155,8 @@ class EngineCheck:
 
     def _start(self, folder: str, eager: bool, figures: dict[str, Any]) -> VLLMEngine:
         """Return an engine with the first settings that start."""
-        for name, (arguments, environment) in ALTERNATIVES.items():
+        for name in dict.fromkeys((self.settings, *ALTERNATIVES)):
+            arguments, environment = ALTERNATIVES[name]
             start = time.perf_counter()
             try:
                 with mock.patch.dict(os.environ, environment):
@@ -164,6 +175,7 @@ class EngineCheck:
                 figures[f"{name} failed"] = f"{type(error).__name__}: {error}"[:500]
                 continue
             figures |= {"settings": name, "start_s": time.perf_counter() - start}
+            self.settings = name
             return engine
         raise RuntimeError("the engine started with none of the settings")
 
@@ -289,6 +301,9 @@ class EngineCheck:
                 method()
                 figures[f"level {level}, {name}_s"] = time.perf_counter() - start
                 figures[f"level {level}, GiB free after {name}"] = self._free_gib() - free
+            freed = figures[f"level {level}, GiB free after sleep"]
+            if freed < 1 and not self._stage.is_rehearsal:
+                raise RuntimeError(f"sleep of level {level} freed {freed:.2f} GiB")
             if before != self._digest():
                 raise RuntimeError(f"other weights after sleep of level {level}")
             self._gap(self._second, figures)

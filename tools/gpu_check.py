@@ -134,6 +134,8 @@ class Check:
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_OFFLINE": "1",
             "GPU_CHECK_DEVICE": device,
+            # A stage finds there what an earlier one has compiled.
+            "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), "gpu_check_compiled")),
         }
         out.mkdir(parents=True, exist_ok=True)
         for name in ("log.txt", "profile.txt", "tests.xml", "vllm.log"):

@@ -1,6 +1,6 @@
-"""Record the seconds of a training step's phases with one CPU thread and with all of them, its
-kernels, the share of time in which the device was idle, and how often the host waited for it. The
-table of kernels goes into ``profile.txt``.
+"""Record the seconds of a training step's phases with one CPU thread and with all of them, and of a
+step without compiled functions; a step's kernels, the share of time in which the device was idle,
+and how often the host waited for it. The table of kernels goes into ``profile.txt``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from gpu_stages.common import Stage, make_batch, make_trainer
 from torchrl_grpo.learner import step as step_module
 from torchrl_grpo.learner.optimizer import make_optimizer
 from torchrl_grpo.learner.step import PolicyTrainer
+from torchrl_grpo.models import compiled
 from torchrl_grpo.models.passes import Pass
 
 ROWS = 30
@@ -46,6 +47,10 @@ def main() -> None:
     for count in sorted({1, threads}):
         torch.set_num_threads(count)
         with stage.part(f"threads: {count}") as figures:
+            start = time.perf_counter()
+            trainer.train_step(batch)
+            synchronize(stage.device)
+            figures["first_step_s"] = time.perf_counter() - start
             figures["step_s"] = stage.seconds(lambda: trainer.train_step(batch), 3)
             start = time.process_time()
             trainer.train_step(batch)
@@ -55,6 +60,8 @@ def main() -> None:
                 trainer.train_step(batch)
             figures |= {f"{phase}_s": value for phase, value in seconds.items()}
     torch.set_num_threads(1)
+    with stage.part("eager head") as figures, mock.patch.object(compiled, "DEVICES", ()):
+        figures["step_s"] = stage.seconds(lambda: trainer.train_step(batch), 3)
     with stage.part("step") as figures:
         activities = [ProfilerActivity.CPU]
         if not stage.is_rehearsal:

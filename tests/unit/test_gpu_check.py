@@ -112,7 +112,7 @@ def test_the_expressions_of_the_stages_select_tests() -> None:
     """Each stage of tests must select some, also when their names change."""
     for stage in STAGES + REPEATS:
         if stage.arguments[1] == "pytest":
-            selection = [text for text in stage.arguments[2:] if not text.startswith(("-s", "--j"))]
-            command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-n", "0", *selection]
+            chosen = [text for text in stage.arguments[2:] if not text.startswith(("-s", "--j"))]
+            command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-n", "0", *chosen]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
             assert done.returncode == 0, (stage.name, done.stdout)

@@ -128,7 +128,7 @@ def test_a_refused_start_leaves_the_folders_that_were_there(
 
 
 @pytest.mark.slow
-def test_a_refused_start_changes_no_file_of_the_live_run(
+def test_a_refused_start_changes_no_file_of_a_run(
     run_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -153,7 +153,11 @@ def test_a_refused_start_changes_no_file_of_the_live_run(
             == 0
         )
         assert contents(folder) == before
+    before = contents(folder)
+    assert run_here(SYNC, *SHORT, f"hydra.run.dir={folder}", "optimizer.lr=1e-5") == 2
+    assert contents(folder) == before
     stderr = capfd.readouterr().err
+    assert "use train.resume=auto" in stderr
     assert re.search(f"error: {held_by(os.getpid())}", stderr) and "Traceback" not in stderr
 
 

@@ -345,6 +345,16 @@ def test_a_reward_that_always_fails_ends_the_run(
         train(reward=judge)
 
 
+def test_a_run_in_a_relative_folder_continues(
+    train: Callable[..., torchrl_grpo.Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = {"dataset": ROWS, "reward": right, "folder": "mine", "resume": "auto"}
+    train(**arguments)
+    result = train(**arguments, overrides={"train.total_steps": 3})
+    assert result.metrics[-1]["step"] == 3
+
+
 def test_a_folder_with_a_run_is_refused_and_resumed(
     train: Callable[..., torchrl_grpo.Result], tmp_path: Path
 ) -> None:

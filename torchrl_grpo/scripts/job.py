@@ -30,7 +30,7 @@ from torchrl_grpo.config import (
 )
 from torchrl_grpo.config.help import HELP
 from torchrl_grpo.host import interrupts, startup
-from torchrl_grpo.host.checkpoint_files import saved_config
+from torchrl_grpo.host.checkpoint_files import check_unused, saved_config
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.folders import FolderLock, absent, check_own_files, claim
 
@@ -59,8 +59,10 @@ class Sweep(Callback):
             if config.dry_run:
                 check_own_files(folder)
             else:
-                # Fails before Hydra writes into the folder of a run; ``build`` locks it again.
+                # Both fail before Hydra writes into the folder of a run; ``build`` does both again.
                 FolderLock(folder).close()
+                if config.train.resume is None:
+                    check_unused(folder)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         with _exit_on_error():

@@ -106,6 +106,8 @@ def train(
         _check_keys(settings, overrides or {}, model, tokenizer)
         settings |= overrides or {}
         run_folder = claim(Path(time.strftime(_DEFAULT_FOLDER))) if folder is None else Path(folder)
+        # The names of inputs are paths, which must be the same when the run continues.
+        run_folder = run_folder.resolve()
         with _delay_interrupts():
             return _run(
                 config, settings, run_folder, tokenizer, observers, asynchronous=asynchronous

@@ -65,7 +65,7 @@ def test_a_folder_of_adapters_is_told_from_a_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     with pytest.raises(
         ValueError,
-        match=r"with a whole model, .*adapters of org/base.*python -m torchrl_grpo\.export",
+        match=r"with a whole model, .*adapters of org/base.*python -m torchrl_grpo export",
     ):
         loading.load_config(str(tmp_path))
 

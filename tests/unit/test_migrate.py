@@ -725,7 +725,7 @@ def test_prompts_of_open_r1_keep_their_system_message_and_column(tmp_path: Path)
     assert (env.system_prompt, env.columns.prompt) == (message, "problem")
 
 
-def test_settings_in_a_variable_or_branch_of_a_shell_are_read_or_to_be_set() -> None:
+def test_settings_in_a_shells_variable_or_branch_are_read_or_to_be_set() -> None:
     assert read_shell('A="$A a.b=1 c.d=$Z"\nY=2\nrun $A ${Y} e.f=3') == {
         "a.b": 1,
         "c.d": Unknown("$Z"),

@@ -327,8 +327,9 @@ def test_dual_clip_bounds_the_objective_of_a_negative_advantage_alone(
         GRPOLoss(Table(torch.zeros(1, 1, 2)), clip_epsilon=clip, dual_clip=dual)
         for dual in (None, bound)
     )
-    zero, advantage = torch.zeros(1, dtype=torch.float64), column([value])
-    values = {"log_prob": column([math.log(ratio)]), "sample_log_prob": zero, "entropy": zero}
+    zero = torch.zeros(1, dtype=torch.float64)
+    advantage = zero + value
+    values = {"log_prob": zero + math.log(ratio), "sample_log_prob": zero, "entropy": zero}
     values |= {"advantage": advantage, "weights": zero + 1, "token_roles": zero == 0}
     surrogate, got = (
         loss.of_tokens(tokens_of(**values))["objective"].item() for loss in (plain, bounded)

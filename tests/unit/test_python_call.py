@@ -514,7 +514,7 @@ def test_a_notebook_shows_the_run_in_one_output(monkeypatch: pytest.MonkeyPatch)
 
     pytest.importorskip("IPython")
     monkeypatch.setattr("IPython.display.display", display)
-    monkeypatch.setattr(notebook, "_EVERY_S", 0.0)
+    monkeypatch.setattr(notebook, "_MIN_UPDATE_S", 0.0)
     with notebook.NotebookConsole() as console:
         console.table("Device plan", [{"role": "train", "memory": 2**20}])
         console.problems(60, 20, "<|user|>1+1=?")

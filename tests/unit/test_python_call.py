@@ -195,6 +195,20 @@ def test_an_environment_plays_without_data(train: Callable[..., torchrl_grpo.Res
     assert columns(result, "rollout/reward_mean")
 
 
+async def play(client: Any, problem: Any) -> float:
+    answer = await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": problem["prompt"]}]
+    )
+    return float("####" in answer.choices[0].message.content)
+
+
+def test_an_agent_asks_the_policy(train: Callable[..., torchrl_grpo.Result]) -> None:
+    result = train(reward=None, agent=play)
+    prompts = {row["prompt"] for row in ROWS}
+    assert result.samples and all(row["query"] in prompts for row in result.samples)
+    assert columns(result, "rollout/reward_mean")[-1] > 0
+
+
 class Level(Task):
     name = "level"
 

@@ -359,6 +359,17 @@ def test_a_reward_that_always_fails_ends_the_run(
         train(reward=judge)
 
 
+@pytest.mark.parametrize("refused", [{"optimizer.lr": -1}, {"env.reward": "nowhere.py:reward"}])
+@pytest.mark.parametrize("folder", [None, "some/where"])
+def test_a_refused_call_leaves_no_folder(
+    refused: dict[str, Any], folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError):
+        torchrl_grpo.train("grpo_arithmetic", overrides={**QUICK, **refused}, folder=folder)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_run_in_a_relative_folder_continues(
     train: Callable[..., torchrl_grpo.Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,9 @@ import errno
 import fcntl
 import itertools
 import os
+import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -67,6 +68,21 @@ def claim(folder: Path) -> Path:
 def absent(folder: Path) -> list[Path]:
     """Return the missing folders of a path, innermost first, including itself."""
     return list(itertools.takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
+
+
+def remove_unused(new_folders: Sequence[Path], names: Iterable[str]) -> None:
+    """Remove the folder of a refused start and the parents that the start created.
+
+    Args:
+        new_folders: see ``absent``; they exist by now.
+        names: files and folders that may be in the first; with anything else in it, it stays.
+    """
+    folder, *parents = new_folders
+    if {path.name for path in folder.iterdir()} <= {*names}:
+        shutil.rmtree(folder)
+        with suppress(OSError):  # another start has created a folder next to it
+            for parent in parents:
+                parent.rmdir()
 
 
 def check_own_files(folder: Path) -> None:

@@ -21,7 +21,7 @@ _TOLERANCE = 1e-2
 class Compiled:
     """A function of tensors that is compiled by its first call with a large tensor on CUDA.
 
-    That call compares the results with those of the plain function. Where they differ, or where it
+    That call compares the results with those of the plain function. If they differ, or if it
     cannot be compiled, a warning says so, and the plain function is called from then on.
 
     Args:

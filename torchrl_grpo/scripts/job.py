@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from torchrl_grpo.config.help import HELP
 from torchrl_grpo.host import interrupts, startup
 from torchrl_grpo.host.checkpoint_files import check_unused, saved_config
 from torchrl_grpo.host.extras import load_extra
-from torchrl_grpo.host.folders import FolderLock, absent, check_own_files, claim
+from torchrl_grpo.host.folders import FolderLock, absent, check_own_files, claim, remove_unused
 
 _log = logging.getLogger(__name__)
 
@@ -174,14 +173,9 @@ def _removing_empty_run_folder(hydra_config: HydraConf) -> Iterator[None]:
         yield
     except ConfigError:
         if Sweep.new_folders:
-            folder, *parents = Sweep.new_folders
-            log = folder / f"{hydra_config.job.name}.log"
-            others = set(folder.iterdir()) - {folder / str(hydra_config.output_subdir), log}
-            if not others and not (log.exists() and log.stat().st_size):
-                shutil.rmtree(folder)
-                with suppress(OSError):  # another start has created a folder next to it
-                    for parent in parents:
-                        parent.rmdir()
+            log = Sweep.new_folders[0] / f"{hydra_config.job.name}.log"
+            logs = [] if log.exists() and log.stat().st_size else [log.name]
+            remove_unused(Sweep.new_folders, [str(hydra_config.output_subdir), *logs])
         raise
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from torchrl_grpo.extras.call.inputs import FOLDER, Inputs
 from torchrl_grpo.extras.call.result import Result
 from torchrl_grpo.host import interrupts, startup
 from torchrl_grpo.host.checkpoint_files import saved_config
-from torchrl_grpo.host.folders import FolderLock, absent, claim
+from torchrl_grpo.host.folders import FolderLock, absent, claim, remove_unused
 from torchrl_grpo.rewards.functions import OBJECTS
 
 if TYPE_CHECKING:
@@ -105,10 +104,13 @@ def train(
     try:
         _check_keys(settings, overrides or {}, model, tokenizer)
         settings |= overrides or {}
-        run_folder = claim(Path(time.strftime(_DEFAULT_FOLDER))) if folder is None else Path(folder)
         # The names of inputs are paths, which must be the same when the run continues.
-        run_folder = run_folder.resolve()
-        with _delay_interrupts():
+        run_folder = Path(time.strftime(_DEFAULT_FOLDER) if folder is None else folder).resolve()
+        new_folders = absent(run_folder)
+        if folder is None:
+            run_folder = claim(run_folder)
+            new_folders = [run_folder, *new_folders[1:]]
+        with _delay_interrupts(), _removing_unused(new_folders):
             return _run(
                 config, settings, run_folder, tokenizer, observers, asynchronous=asynchronous
             )
@@ -181,18 +183,23 @@ def _run(
     OBJECTS.clear()
     OBJECTS.update(inputs.objects)
     options = compose(config, values, lambda _: saved)
-    new_folders = absent(folder)
-    try:
-        with FolderLock(folder):
-            inputs.save(resumes=saved is not None)
-            if not options.dry_run:
-                _write_config(folder, plain(options), values)
-        launch(options, folder, asynchronous=asynchronous, observers=observers)
-    except ConfigError:
-        if {path.name for path in folder.iterdir()} <= {FOLDER, ".hydra"} and new_folders:
-            shutil.rmtree(folder)
-        raise
+    with FolderLock(folder):
+        inputs.save(resumes=saved is not None)
+        if not options.dry_run:
+            _write_config(folder, plain(options), values)
+    launch(options, folder, asynchronous=asynchronous, observers=observers)
     return Result(folder)
+
+
+@contextmanager
+def _removing_unused(new_folders: Sequence[Path]) -> Iterator[None]:
+    """Remove the folders that a refused start created."""
+    try:
+        yield
+    except ConfigError:
+        if new_folders and new_folders[0].exists():
+            remove_unused(new_folders, [FOLDER, ".hydra"])
+        raise
 
 
 def _folder_of(checkpoint: Path) -> Path:

@@ -35,5 +35,8 @@ def mismatch(
     (``response_log_probs``).
     """
     probe = sample_probe(engine, prompts, params)
-    full = [prompt.new_tensor([*prompt, *tokens]) for prompt, tokens, _ in probe]
-    return log_prob_mismatch(probe, score_fn(full, [len(prompt) for prompt, _, _ in probe]))
+    full = [
+        prompt.new_tensor([*prompt, *tokens])
+        for prompt, (_, tokens, _) in zip(prompts, probe, strict=True)
+    ]
+    return log_prob_mismatch(probe, score_fn(full, [len(prompt) for prompt in prompts]))

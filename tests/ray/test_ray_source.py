@@ -174,7 +174,7 @@ def source_of(
         factory = partial(
             make_sampler, tokenizer, pause_s, broken, engine, settings.get("turns", False)
         )
-        threads = 3 if "in_flight" in settings else 1
+        threads = 3 if "waits" in settings else 1
         source = Rollouts(
             TaskQueue(
                 env.drawing, buffer, task_groups=TASK, total_groups=total_groups, group_size=REPEATS
@@ -482,9 +482,7 @@ def test_samplers_that_take_weights_together_all_take_the_same_versions(
 ) -> None:
     """More versions are published meanwhile than the slow worker can read."""
     engine = partial(unequal, tmp_path)
-    source = source_of(
-        samplers=2, total_groups=BATCH, engine=engine, together=True, in_flight="keep"
-    )
+    source = source_of(samplers=2, total_groups=BATCH, engine=engine, together=True, waits=False)
     for version in range(8):
         source.publish(weights_of(version), version)
         time.sleep(0.2)
@@ -626,7 +624,7 @@ def test_weights_arrive_while_the_only_unit_of_a_replica_is_played(
         total_groups=5 * BATCH,
         max_staleness=9,
         engine=UpdatedInFlight,
-        in_flight="keep",
+        waits=False,
         state=state,
     )
     source.publish(weights_of(3), 3)

@@ -7,7 +7,7 @@ The engine's workers have the extension of ``tests.support.transfers``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,13 @@ import pytest
 import torch
 
 import torchrl_grpo.generation.vllm as vllm_module
-from tests.support.models import make_lora, response_log_probs
+from tests.support.models import response_log_probs
 from tests.support.prompts import LONG_PROMPTS
-from tests.support.weights import Trained, mismatch
+from tests.support.weights import mismatch
 from torchrl_grpo.errors import TransferRefusedError
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.vllm import VLLMBase
-from torchrl_grpo.models.loading import CheckpointModel
-from torchrl_grpo.weights import EitherHandle, Transfer, make_sender, named_weights
-from torchrl_grpo.weights.adapters import AdapterHandle
+from torchrl_grpo.weights import EitherHandle, named_weights
 from torchrl_grpo.weights.handle import DirectHandle
 
 
@@ -107,37 +105,6 @@ def a_fast_way_that_goes_wrong_later_is_left(wrong: str, to: Receiver) -> None:
     assert to.has(model, 7)
 
 
-def workers_add_adapters_to_the_bit_as_the_host_does(base_dtype: torch.dtype, to: Receiver) -> None:
-    engine, greedy = to.engine, SamplingParams(max_new_tokens=8, temperature=0)
-    base = CheckpointModel(engine._hf_config._name_or_path, base_dtype)
-    sender = make_sender(Transfer("object_store"), dtype=None, lora_base=base)
-    for version in (1, 2):
-        torch.manual_seed(version)
-        lora = make_lora(base=base())
-        sent = sender.send(Trained(lora), version)
-        assert isinstance(sent, AdapterHandle)
-        engine.update_weights(sent.weights(), version)  # merged on the host
-        expected = engine.generate(LONG_PROMPTS, 1, greedy)
-        engine.update_weights(named_weights(to.make_model(9)), 0)
-        with to.patch.context() as patched:
-            patched.setattr(engine, "update_weights", None)
-            engine.load(sent, version)
-        got = engine.generate(LONG_PROMPTS, 1, greedy)
-        for [one], [other] in zip(got, expected, strict=True):
-            assert torch.equal(one.tokens, other.tokens)
-            assert torch.equal(one.log_probs, other.log_probs)
-        assert base_dtype == torch.bfloat16 or to.has(lora, version)
-
-
-def adapters_of_unknown_names_are_added_on_the_host(to: Receiver) -> None:
-    base = CheckpointModel(to.engine._hf_config._name_or_path, torch.float32)
-    sender = make_sender(Transfer("object_store"), dtype=None, lora_base=base)
-    sent = sender.send(Trained(make_lora(base=base())), 1)
-    assert isinstance(sent, AdapterHandle) and to.engine._merges(sent)
-    unknown = ("model.experts.gate_up_proj", 1.0)
-    assert not to.engine._merges(replace(sent, layers=(unknown, *sent.layers)))
-
-
 REASONS = {
     "raise": "RuntimeError: no such link",
     "hang": "nothing arrived in 1 s",
@@ -154,10 +121,5 @@ TRANSFERS: dict[str, Callable[[Receiver], None]] = {
         f"a fast way, later: {wrong}": partial(a_fast_way_that_goes_wrong_later_is_left, wrong)
         for wrong in ("raise", "hang")
     },
-    **{
-        f"adapters: {dtype}": partial(workers_add_adapters_to_the_bit_as_the_host_does, dtype)
-        for dtype in (torch.float32, torch.bfloat16)
-    },
-    "adapters of unknown names": adapters_of_unknown_names_are_added_on_the_host,
 }
 """Each takes an engine that receives weights; in any order."""

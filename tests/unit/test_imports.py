@@ -50,6 +50,7 @@ RESTRICTED = {
             "generation/vllm_images.py",
             "generation/vllm_stops.py",
             "weights/nccl.py",
+            "weights/slots.py",
             "weights/worker.py",
         ),
         True,

@@ -103,9 +103,7 @@ def test_the_object_store_gives_each_version_as_sent_until_released(dtype: torch
 
 
 def test_an_engine_in_the_trainers_process_reads_the_weights_of_now(tiny_model: nn.Module):
-    handle = make_sender(Transfer("direct"), dtype=torch.bfloat16, lora_base=dict).send(
-        Trained(tiny_model), 0
-    )
+    handle = make_sender(Transfer("direct"), dtype=torch.bfloat16).send(Trained(tiny_model), 0)
     with torch.no_grad():
         tiny_model.get_parameter("model.norm.weight").fill_(3.0)
     with TransformersEngine(make_tiny_model(1)) as engine:

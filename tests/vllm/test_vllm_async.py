@@ -15,11 +15,13 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from torch import nn
 from transformers import AutoTokenizer
 
 import torchrl_grpo.generation.vllm as vllm_module
@@ -34,14 +36,16 @@ from tests.support.weights import Trained, mismatch
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.generation.base import EngineDeadError
+from torchrl_grpo.generation.base import AdapterSlots, EngineDeadError
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.models.loading import CheckpointModel, add_lora
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks import ArithmeticTask
-from torchrl_grpo.weights import Transfer, make_sender, named_weights
+from torchrl_grpo.weights import ObjectSender, Transfer, make_sender, named_weights
+from torchrl_grpo.weights.adapters import AdapterSender
 from torchrl_grpo.weights.shared import SharedWeights
 
+ADAPTED = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 ROUNDING = 1e-3  # differences of 2e-4 were observed while requests come and go; other weights differ by more than 0.1
 
 
@@ -61,7 +65,11 @@ def engine() -> Iterator[AsyncVLLMEngine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_module, "WORKER_EXTENSION", "tests.support.transfers.Extension")
         engine = AsyncVLLMEngine(
-            str(starter_path()), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.5
+            str(starter_path()),
+            max_model_len=CONTEXT,
+            enforce_eager=True,
+            kv_cache_gib=0.5,
+            slots=AdapterSlots(4, ADAPTED),
         )
     assert dict(os.environ) == environ
     assert torch.get_num_threads() == threads
@@ -80,15 +88,87 @@ def test_it_serves_many_callers_while_its_weights_change(check, engine, pool):
     check(engine, pool, ROUNDING)
 
 
-def test_the_workers_load_what_is_sent_and_refuse_what_does_not_fit(engine):
-    base = CheckpointModel(str(starter_path()), torch.float32)
-    lora = add_lora(base(), r=4, alpha=8)
-    for name, weight in lora.named_parameters():
+BASE = CheckpointModel(str(starter_path()), torch.float32)
+ADAPTERS = AdapterSender(ObjectSender(None), BASE)
+
+
+def make_adapted(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = add_lora(BASE(), r=4, alpha=8)
+    for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, std=0.1) if "lora_B" in name else None
+    return model
+
+
+def attach(engine, model, version):
+    engine.load(ADAPTERS.send(Trained(model), version), version)
+    assert engine.policy_version == version
+
+
+@pytest.fixture
+def slots(engine: AsyncVLLMEngine) -> AsyncVLLMEngine:
+    """The engine with the weights that it was started with."""
+    engine._in_flight = "wait"
+    engine.update_weights(named_weights(BASE()), 0)
+    engine._has_slots = True
+    return engine
+
+
+def test_running_requests_keep_their_adapters_and_later_ones_get_the_new(slots, pool):
+    """Nobody waits for another, except the third version, for the requests of the first."""
+    engine = slots
+    old, new, last = map(make_adapted, (1, 2, 3))
+    for version, model in ((1, make_adapted(4)), (2, old)):
+        attach(engine, model, version)
+        assert mismatch(engine, response_log_probs(model), PROMPTS, SHORT)[1] < ROUNDING
+    calls = start(engine, pool, LONG)
+    attach(engine, new, 3)
+    assert not any(call.done() for call in calls)
+    for model, version in ((new, 3), (last, 4)):
+        if version == 4:
+            attach(engine, last, 4)
+            assert all(call.done() for call in calls)
+        for prompt, [done] in zip(PROMPTS, engine.generate(PROMPTS, 1, SHORT), strict=True):
+            assert done.versions.unique().tolist() == [version]
+            assert errors(model, prompt, done).max() < ROUNDING < errors(old, prompt, done).max()
+    for prompt, call in zip(PROMPTS, calls, strict=True):
+        for done in call.result()[0]:
+            assert done.versions.unique().tolist() == [2]
+            assert errors(old, prompt, done).max() < ROUNDING < errors(new, prompt, done).max()
+
+
+def test_kept_requests_go_on_with_the_new_adapters(slots, pool):
+    engine = slots
+    engine._in_flight = "keep"
+    models = {5: make_adapted(5), 6: make_adapted(6)}
+    attach(engine, models[5], 5)
+    calls = start(engine, pool, LONG)
+    attach(engine, models[6], 6)
+    for prompt, call in zip(PROMPTS, calls, strict=True):
+        for done in call.result()[0]:
+            assert done.versions.unique().tolist() == [5, 6]
+            gaps = torch.stack([errors(models[version], prompt, done) for version in (5, 6)])
+            assert gaps.gather(0, done.versions[None] - 5).max() < ROUNDING
+    assert mismatch(engine, response_log_probs(models[6]), PROMPTS, SHORT)[1] < ROUNDING
+
+
+def test_adapters_without_a_slot_are_refused_and_half_of_a_pair_too(slots):
+    sent = ADAPTERS.send(Trained(make_adapted(7)), 7)
+    for layers, why in (
+        ((("model.extra.weight", 1.0), *sent.layers[1:]), r"no slot for .*model\.extra"),
+        (sent.layers[:-1], "longer"),
+    ):
+        with pytest.raises(Exception, match=why):
+            slots.load(replace(sent, layers=layers), 7)
+        assert slots.policy_version == 0
+
+
+def test_the_workers_load_what_is_sent_and_refuse_what_does_not_fit(engine):
+    engine._in_flight = "wait"
     last = make_model(10)
     whole = make_sender(Transfer("object_store"), dtype=torch.float32)
-    adapters = make_sender(Transfer("object_store"), dtype=torch.bfloat16, lora_base=base)
-    for sender, model in ((whole, make_model(9)), (adapters, lora), (whole, last)):
+    adapters = make_sender(Transfer("object_store"), dtype=torch.bfloat16, lora_base=BASE)
+    for sender, model in ((whole, make_model(9)), (adapters, make_adapted(9)), (whole, last)):
         engine.load(sender.send(Trained(model), 10), 10)
         assert engine.policy_version == 10
         assert mismatch(engine, response_log_probs(model), PROMPTS, SHORT)[1] < ROUNDING

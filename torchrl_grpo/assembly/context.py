@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
+from torch import nn
 from torchrl import torchrl_logger
 from torchrl.envs import Transform, TransformedEnv
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -23,7 +24,7 @@ from torchrl_grpo.collectors.teacher_prompts import TeacherPrompts
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.generation.base import EngineRequest, SamplingParams
+from torchrl_grpo.generation.base import AdapterSlots, EngineRequest, SamplingParams
 from torchrl_grpo.generation.engines import ENGINES, engines_with
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.host.extras import load_extra
@@ -37,6 +38,7 @@ from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.rewards.functions import OBJECTS, check_objects
 from torchrl_grpo.runtime.placement import DevicePlan
 from torchrl_grpo.tasks.base import Split, Task
+from torchrl_grpo.weights.named import adapted_layers
 
 _BETWEEN_TURNS = 1024
 """Allowance for the tokens that each reply to the policy adds to a dialog."""
@@ -124,8 +126,26 @@ class Context:
     @cached_property
     def shape(self) -> Shape:
         """Sizes of the model."""
+        return loading.shape_of(self._on_meta)
+
+    @cached_property
+    def adapter_slots(self) -> AdapterSlots | None:
+        """The adapters that engines hold beside the base weights; None if all weights are trained,
+        or if the adapters are merged: the engine cannot hold them, or not all are of linear layers.
+        """
+        layers = adapted_layers(self._on_meta) if self.config.train_model.lora.enabled else {}
+        linear = all(isinstance(layer.get_base_layer(), nn.Linear) for layer in layers.values())
+        if not (layers and linear and ENGINES[self.config.inference_model.backend].adapters):
+            return None
+        modules = {name.removesuffix(".weight").rpartition(".")[2] for name in layers}
+        rank = max(layer.r["default"] for layer in layers.values())
+        return AdapterSlots(rank, tuple(sorted(modules)))
+
+    @property
+    def _on_meta(self) -> nn.Module:
+        """The model with its adapters, without memory for their weights."""
         model = self.config.model
-        return loading.config_shape(
+        return loading.on_meta(
             self.model.config,
             model.attn_implementation,
             trust_remote_code=model.trust_remote_code,
@@ -196,6 +216,7 @@ class Context:
             colocated=self.plan.colocated,
             num_sequences=-(-config.env.num_envs // len(self.plan.inference)),
             trains=not config.only_evaluates,
+            slots=self.adapter_slots,
             folder=self.folder,
         )
 
@@ -335,14 +356,15 @@ class Context:
         groups = rows // samplers // repeats
         batch = config.groups_per_batch // samplers
         if not self.distributed:
-            return Geometry(samplers, groups, batch, 1, "wait")
+            return Geometry(samplers, groups, batch, 1, waits=True)
         concurrent = ENGINES[engine.backend].concurrent
         if self.max_staleness and self.reward_pool is not None and not concurrent:
             # While one task is scored, the engine samples others, up to the staleness bound, and
             # weights may arrive in between.
-            return Geometry(samplers, groups, groups, self.max_staleness + 1, "keep")
+            return Geometry(samplers, groups, groups, self.max_staleness + 1, waits=False)
         sizes = (batch, 1) if self.turns else (1, groups) if concurrent else (groups, 1)
-        return Geometry(samplers, groups, *sizes, cast(Any, engine.in_flight))
+        waits = engine.in_flight == "wait" and not (concurrent and self.adapter_slots)
+        return Geometry(samplers, groups, *sizes, waits=waits)
 
     @cached_property
     def longest_prompt(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_grpo.checks import InFlight
 from torchrl_grpo.config import GRPOConfig
 
 
@@ -18,14 +17,14 @@ class Geometry:
         groups_at_a_time: groups that an engine samples at a time, of one task or of several.
         task_groups: groups in a rollout task.
         concurrent_tasks: tasks that a sampler plays at a time.
-        in_flight: what happens to tasks in progress when weights arrive; see ``AsyncVLLMEngine``.
+        waits: whether a sampler ends its tasks before it takes new weights.
     """
 
     samplers: int
     groups_at_a_time: int
     task_groups: int
     concurrent_tasks: int
-    in_flight: InFlight
+    waits: bool
 
 
 def geometry_rows(config: GRPOConfig) -> list[dict[str, Any]]:

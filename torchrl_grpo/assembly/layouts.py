@@ -111,7 +111,7 @@ def make_on_ray(
     resources.callback(learner.close)
     geometry = context.geometry
     # An engine may take several calls at a time: tasks, an update and an evaluation.
-    is_concurrent = geometry.concurrent_tasks > 1 or geometry.in_flight != "wait"
+    is_concurrent = geometry.concurrent_tasks > 1 or not geometry.waits
     sampler_callers = geometry.concurrent_tasks + 2 if is_concurrent else 1
 
     def make_worker(role: str, index: int, name: str, factory: Callable[..., Any]) -> Worker:
@@ -200,7 +200,7 @@ def _make_rollouts(
         ],
         teachers=[teachers[number :: plan.num_teachers] for number in range(plan.num_teachers)],
         concurrent_tasks=geometry.concurrent_tasks,
-        in_flight=geometry.in_flight,
+        waits=geometry.waits,
         references_first=driver.overlaps and plan.colocated,
         release=learner.release,
         resend=learner.resend,

@@ -146,6 +146,19 @@ def cut_off(completion: Completion, max_tokens: int | None, end: int | None) -> 
 OnFinished = Callable[[int, int, Completion], None]
 
 
+@dataclass(frozen=True)
+class AdapterSlots:
+    """What an engine must know before it starts, to hold LoRA adapters beside the base weights.
+
+    Attributes:
+        rank: largest rank of the adapters.
+        modules: last parts of the names of the modules that have adapters, such as ``q_proj``.
+    """
+
+    rank: int
+    modules: tuple[str, ...]
+
+
 class EngineDeadError(RunLostError):
     """A process of the engine has ended: every further call fails, and a new engine must be made."""
 
@@ -166,6 +179,7 @@ class EngineRequest:
         colocated: whether it shares its device with the other roles.
         num_sequences: responses that training samples at once.
         trains: whether the run trains, and so sends weights to the engine.
+        slots: of the adapters that the engine will get instead of whole weights; None for others.
         number: index of the engine among the run's engines.
         folder: of the run, for a log; None for no log.
     """
@@ -181,6 +195,7 @@ class EngineRequest:
     colocated: bool
     num_sequences: int
     trains: bool = True
+    slots: AdapterSlots | None = None
     number: int = 0
     folder: Path | None = None
 

@@ -38,6 +38,7 @@ class EngineKind:
         weight_transfers: values of ``weight_transfer`` that it supports.
         weights_on_device: whether it can read weights from the memory of its own GPU or another
             one (a ``TransferHandle``).
+        adapters: whether it holds LoRA adapters beside its base weights instead of merging them.
         elsewhere: whether it runs on servers that others started, at ``address``; it then needs no
             device of the run.
         images: whether prompts may have images.
@@ -55,6 +56,7 @@ class EngineKind:
     stop_strings: bool = True
     own_arguments: bool = False
     weights_on_device: bool = False
+    adapters: bool = False
     elsewhere: bool = False
     images: bool = False
     weight_transfers: tuple[str, ...] = get_args(WeightTransfer)
@@ -89,6 +91,7 @@ ENGINES = _Engines(
         tensor_parallel=True,
         kept_tokens=True,
         own_arguments=True,
+        adapters=True,
         weights_on_device=True,
         images=True,
     ),

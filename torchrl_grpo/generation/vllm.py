@@ -16,6 +16,7 @@ vLLM is imported when an engine is made, never before. Scripts need the usual ``
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import logging
 import math
@@ -31,15 +32,17 @@ from functools import cached_property
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
+from torchrl import torchrl_logger
 from transformers import PretrainedConfig
 
 from torchrl_grpo.checks import check_heads, exact_context
 from torchrl_grpo.errors import TransferRefusedError
 from torchrl_grpo.generation.base import (
+    AdapterSlots,
     Completion,
     Engine,
     EngineDeadError,
@@ -64,8 +67,7 @@ from torchrl_grpo.weights import (
     expected_weights,
 )
 from torchrl_grpo.weights.adapters import AdapterHandle
-from torchrl_grpo.weights.handle import dtype_name
-from torchrl_grpo.weights.shared import SharedAdapters, SharedBlock, SharedWeights
+from torchrl_grpo.weights.shared import SharedBlock, SharedWeights
 from torchrl_grpo.weights.worker import unname_queues
 
 _has_vllm = find_spec("vllm") is not None
@@ -210,6 +212,8 @@ class VLLMSettings(TypedDict, total=False):
         num_sequences: responses to sample at once; by default vLLM's own limit, at least 256.
         max_logprobs: tokens that may be listed for each sampled one, at least the ``top_k`` of
             requests with ``return_kept``; by default 20.
+        slots: of the LoRA adapters that ``load`` will attach; by default, and for None, their
+            weights are merged into the base.
         engine_kwargs: more arguments of ``vllm.EngineArgs``, which override all others.
     """
 
@@ -224,6 +228,7 @@ class VLLMSettings(TypedDict, total=False):
     log_file: str | None
     num_sequences: int
     max_logprobs: int
+    slots: AdapterSlots | None
     engine_kwargs: Mapping[str, Any]
 
 
@@ -244,6 +249,7 @@ def vllm_settings(request: EngineRequest) -> VLLMSettings:
         "log_file": None if request.folder is None else str(request.folder / LOG_FILE),
         "num_sequences": request.num_sequences,
         "max_logprobs": max(20, options.top_k),
+        "slots": request.slots,
         "engine_kwargs": options.engine_kwargs or {},
     }
 
@@ -369,6 +375,7 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
     num_sequences = arguments.pop("num_sequences", 0)
     engine_kwargs = dict(arguments.pop("engine_kwargs", {}))
     arguments.pop("log_file", None)
+    slots = arguments.pop("slots", None)
     cache_bytes = int(arguments.pop("kv_cache_gib") * 2**30)
     trust_remote_code = arguments.get("trust_remote_code", False)
     config = get_config(model_path, trust_remote_code=trust_remote_code)
@@ -385,6 +392,8 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
     # Beyond it log-probs could be others than the trainer's; None is the model's own limit.
     arguments["max_model_len"] = arguments.get("max_model_len") or exact_context(config)
     on_cpu = current_platform.is_cpu()
+    if slots is not None:
+        arguments |= _lora_arguments(slots, config, on_cpu or arguments["dtype"] != "float32")
     check_vllm_model(config.get_text_config(), settings, on_cpu=on_cpu)
     if not on_cpu and arguments["dtype"] != "float32":
         # Like the trainer's head; on a CPU it would be too slow.
@@ -417,6 +426,30 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
     }
 
 
+def _lora_arguments(slots: AdapterSlots, config: Any, has_kernels: bool) -> dict[str, Any]:
+    """Return vLLM's arguments for adapters of two versions: the current one, and the one that
+    running requests began with. If vLLM cannot hold such adapters, there are none.
+
+    Args:
+        slots: of the adapters.
+        config: the model's Hugging Face config.
+        has_kernels: whether vLLM's kernels for adapters support the device and the dtype.
+    """
+    from vllm.config.lora import MaxLoRARanks
+    from vllm.model_executor.models import ModelRegistry, supports_lora
+
+    ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= slots.rank]
+    model = ModelRegistry.models.get((config.architectures or [""])[0])
+    if not (ranks and has_kernels and (model is None or supports_lora(model.load_model_cls()))):
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": 2,
+        "max_lora_rank": ranks[0],
+        "lora_target_modules": list(slots.modules),
+    }
+
+
 class VLLMBase(Engine):
     """Base of the vLLM engines: requests, answers, and weight updates of the workers.
 
@@ -425,8 +458,7 @@ class VLLMBase(Engine):
 
     Args:
         config: the model's Hugging Face config.
-        model_config: vLLM's config of the model.
-        num_workers: processes that share the model.
+        vllm_config: vLLM's config.
     """
 
     _llm: Any = None
@@ -446,13 +478,14 @@ class VLLMBase(Engine):
     def device_share(cls, request: EngineRequest) -> float | None:
         return None if request.on_cpu else vllm_settings(request)["gpu_memory_utilization"]
 
-    def __init__(self, config: Any, model_config: Any, num_workers: int = 1) -> None:
+    def __init__(self, config: Any, vllm_config: Any) -> None:
+        model_config = vllm_config.model_config
         self.max_model_len: int = model_config.max_model_len
         self._dtype: torch.dtype = model_config.dtype
-        self._num_workers = num_workers
+        self._num_workers: int = vllm_config.parallel_config.world_size
         self._fast_works = self._fast_failed = False
-        # Shapes in the workers' checkpoint, read when first needed.
-        self._base: dict[str, tuple[int, ...]] | None = None
+        # Further requests' ``LoRARequest`` and its version.
+        self._adapters: tuple[Any, int] = None, 0
         self._hf_config, self._trust_remote_code = config, model_config.trust_remote_code
         self._stops: dict[tuple[str, ...], StopStrings] = {}
 
@@ -485,6 +518,17 @@ class VLLMBase(Engine):
         containers only.
         """
 
+    def _finish_setup(self, slots: AdapterSlots | None) -> None:
+        """Finish the workers' setup. Adapters are merged unless each of them has a slot."""
+        parts = {name.rpartition(".")[2] for name in self._rpc("finish_setup")[0]}
+        self._has_slots = slots is not None and parts.issuperset(slots.modules)
+        if slots is not None and not self._has_slots:
+            torchrl_logger.warning(
+                "vLLM cannot hold the LoRA adapters of this model beside its weights "
+                f"({', '.join(set(slots.modules) - parts)}): each sync merges them and sends all "
+                "weights, which takes longer."
+            )
+
     @abstractmethod
     def _updating(self, version: int) -> AbstractContextManager[None]:
         """Context in which workers receive weights. On exit, caches of the old weights are dropped,
@@ -495,6 +539,8 @@ class VLLMBase(Engine):
         self._open()
         with self._shared(weights) as block, self._updating(version):
             self._receive(block)
+            # vLLM has removed the adapters, and later ones do not belong to this base.
+            self._adapters, self._has_slots = (None, 0), False
 
     def load(self, handle: WeightHandle, version: int) -> None:
         """See ``Engine``; the workers receive the weights directly if possible.
@@ -513,30 +559,29 @@ class VLLMBase(Engine):
             self._check(handle)
             with self._updating(version):
                 self._receive(handle)
-        elif isinstance(handle, AdapterHandle) and self._merges(handle):
-            dtype = handle.base.dtype  # type: ignore[attr-defined]
-            shared = SharedWeights(handle.matrices.weights(), torch.float32)
-            try:
-                with self._updating(version):
-                    self._receive(SharedAdapters(shared.block, handle.layers, dtype_name(dtype)))
-            finally:
-                shared.close()
+        elif isinstance(handle, AdapterHandle) and self._has_slots:
+            with self._attaching(version) as (number, keep):
+                self._adapters = self._attach(handle, number, keep), version
         else:
             self.update_weights(handle.weights(), version)
 
-    def _merges(self, handle: AdapterHandle) -> bool:
-        """Return whether the workers can add adapters to the weights in their checkpoint, which
-        must have these weights under the names of transformers' parameters.
+    @abstractmethod
+    def _attaching(self, version: int) -> AbstractContextManager[tuple[int, list[int]]]:
+        """Context in which workers receive adapters: their number, and the numbers of adapters that
+        running requests keep. On exit, ``policy_version`` is ``version``.
         """
-        if self._base is None:
-            self._base = {name: tuple(shape) for name, shape in self._rpc("base_layout")[0]}
-        base, shapes = self._base, self._expected_weights[1]
-        whole = all(base.get(name) == tuple(shape) for name, shape in shapes.items())
-        return (
-            whole
-            and all(name in shapes for name, _ in handle.layers)
-            and hasattr(handle.base, "dtype")
-        )
+
+    def _attach(self, handle: AdapterHandle, number: int, keep: list[int]) -> Any:
+        """Have the workers load adapters. Return what selects them in a request."""
+        from vllm.lora.request import LoRARequest
+
+        shared = SharedWeights(handle.matrices.weights(), torch.float32)
+        try:
+            self._rpc("attach_adapters", vars(shared.block), list(handle.layers), number, keep)
+        finally:
+            shared.close()
+        # vLLM would read this path if its workers had lost the adapters, and fail.
+        return LoRARequest(f"policy-{number}", number, f"/in/memory/{number}")
 
     def _receive_either(self, handle: EitherHandle) -> str:
         """Have the workers receive weights on the fast path, if it has once delivered the same as
@@ -691,6 +736,7 @@ class VLLMEngine(VLLMBase):
         require_vllm()
         self._asleep: list[str] = []  # vLLM's names of the parts that are off the device
         self._latest: WeightHandle | None = None  # of the weights, if they can be read again
+        self._numbers = itertools.count(1)  # of adapters
         self._device, self._share = device, settings.get("gpu_memory_utilization", 0.9)
         with starting_vllm(device, settings.get("log_file")):
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -700,10 +746,9 @@ class VLLMEngine(VLLMBase):
             config, arguments = engine_arguments(model_path, settings)
             self._enable_sleep = enable_sleep and not current_platform.is_cpu()
             self._llm = LLM(**arguments, enable_sleep_mode=self._enable_sleep)
-        workers = self._llm.llm_engine.vllm_config.parallel_config.world_size
-        super().__init__(config, self._llm.model_config, workers)
+        super().__init__(config, self._llm.llm_engine.vllm_config)
         watch_for_stops(self._llm.llm_engine.output_processor, self._stops)
-        self._rpc("finish_setup")
+        self._finish_setup(settings.get("slots"))
         unname_queues()
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
@@ -726,7 +771,9 @@ class VLLMEngine(VLLMBase):
             answers[str(i)] = Answer(i, n, own.n, on_finished)
             alone = images_alone(prompt, engine.renderer, self._hf_config)
             rendered = engine.renderer.render_cmpl(alone) if alone else ()
-            engine.add_request(str(i), compose(prompt, rendered), own)
+            engine.add_request(
+                str(i), compose(prompt, rendered), own, lora_request=self._adapters[0]
+            )
         while engine.has_unfinished_requests():
             try:
                 outputs = engine.step()
@@ -749,8 +796,15 @@ class VLLMEngine(VLLMBase):
 
     def load(self, handle: WeightHandle, version: int) -> None:
         super().load(handle, version)
-        # A transfer can be received only once.
-        self._latest = None if isinstance(handle, TransferHandle) else handle
+        # A transfer can be received only once, and adapters leave the base as it was.
+        whole = self._adapters[0] is None and not isinstance(handle, TransferHandle)
+        self._latest = handle if whole else None
+
+    @contextmanager
+    def _attaching(self, version: int) -> Iterator[tuple[int, list[int]]]:
+        self.wake()
+        yield next(self._numbers), []  # the prefix cache knows adapters by their number
+        self.policy_version = version
 
     @contextmanager
     def _updating(self, version: int) -> Iterator[None]:

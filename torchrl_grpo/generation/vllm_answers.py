@@ -24,7 +24,12 @@ class Answer:
         n: number of responses.
         samples: number of vLLM's samples; a greedy request has one for all responses.
         on_finished: as in ``Engine.generate``.
+
+    Attributes:
+        version: the one that samples all tokens; None for those that vLLM's scheduler states.
     """
+
+    version: int | None = None
 
     def __init__(self, request: int, n: int, samples: int, on_finished: OnFinished | None) -> None:
         self._request, self._n, self._samples, self._on_finished = request, n, samples, on_finished
@@ -37,7 +42,8 @@ class Answer:
             self._parts[sample.index].append(sample)
             if sample.finish_reason in ("stop", "length"):
                 for number in range(sample.index, self._n, self._samples):
-                    completion = self._done[number] = _completion(self._parts[sample.index])
+                    completion = _completion(self._parts[sample.index], self.version)
+                    self._done[number] = completion
                     if self._on_finished is not None:
                         self._on_finished(self._request, number, completion)
 
@@ -51,10 +57,10 @@ class Answer:
         return [self._done[number] for number in range(self._n)]
 
 
-def _completion(parts: Sequence[Any]) -> Completion:
+def _completion(parts: Sequence[Any], version: int | None) -> Completion:
     tokens = torch.tensor([token for part in parts for token in part.token_ids], dtype=torch.int64)
-    versions = None
-    for span in parts[-1].weight_versions or ():
+    versions = None if version is None else torch.full_like(tokens, version)
+    for span in () if version is not None else parts[-1].weight_versions or ():
         if span.version.isdecimal():  # "default" until the scheduler receives a version
             versions = torch.full_like(tokens, -1) if versions is None else versions
             versions[span.start : span.end] = int(span.version)

@@ -18,8 +18,9 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -67,7 +68,8 @@ class AsyncVLLMEngine(VLLMBase):
     ``in_flight`` decides what an update does to running requests:
 
     - ``"wait"``: the update waits for running calls of ``generate``, and later calls wait for the
-      update. All tokens of a response come from one version.
+      update. All tokens of a response come from one version. Adapters in ``slots`` wait only for
+      calls that use older adapters than the current ones: running calls continue with theirs.
     - ``"keep"``: requests pause between two tokens and continue with the new weights. vLLM drops
       their keys and values and computes them again, so that each token's log-prob is that of the
       weights that sampled it, given all tokens before, and nothing of the old weights remains.
@@ -132,8 +134,9 @@ class AsyncVLLMEngine(VLLMBase):
         self.restarted_requests = 0
         self._in_flight, self._update_timeout = in_flight, update_timeout
         self._updates, self._closing = threading.Lock(), threading.Lock()
-        self._request_ids = itertools.count()
-        self._running = 0
+        self._request_ids, self._numbers = itertools.count(), itertools.count(1)
+        # Running calls of ``generate`` by their adapters.
+        self._running: Counter[Any] = Counter()
         self._workers: list[int] = []
         self._loop: asyncio.AbstractEventLoop | None = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -146,29 +149,25 @@ class AsyncVLLMEngine(VLLMBase):
                 # All of vLLM's objects live in the loop's thread. A process that asks to die with
                 # its parent really dies with the thread that started it, and this thread lasts
                 # until the end.
-                model_config = asyncio.run_coroutine_threadsafe(
-                    self._start(arguments), self._loop
-                ).result()
-                workers = self._llm.vllm_config.parallel_config.world_size
-                super().__init__(config, model_config, workers)
+                asyncio.run_coroutine_threadsafe(self._start(arguments), self._loop).result()
+                super().__init__(config, self._llm.vllm_config)
                 watch_for_stops(self._llm.output_processor, self._stops)
                 # The scheduler reports that it is ready before it has connected the socket for
                 # answers; only an answer shows that the socket files are not needed anymore.
                 self._workers = [os.pidfd_open(pid) for pid in self._rpc("die_with_parent")]
-                self._rpc("finish_setup")
+                self._finish_setup(settings.get("slots"))
                 self._call(self._set_version(0))
         except BaseException:
             self.close()
             raise
 
-    async def _start(self, arguments: dict[str, Any]) -> Any:
+    async def _start(self, arguments: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._admitting, self._idle = asyncio.Event(), asyncio.Event()
+        self._admitting, self._ended = asyncio.Event(), asyncio.Event()
         self._admitting.set()
-        self._idle.set()
         # The reason why the engine cannot be used anymore.
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._llm = AsyncLLM(
@@ -188,7 +187,6 @@ class AsyncVLLMEngine(VLLMBase):
                 self._finish,
                 f"the vLLM engine's process {pid} has ended: make a new engine.",
             )
-        return self._llm.model_config
 
     def _finish(self, reason: str) -> None:
         """Make every call raise, waiting ones included. Runs in the loop."""
@@ -270,30 +268,39 @@ class AsyncVLLMEngine(VLLMBase):
     ) -> list[list[Completion]]:
         while not self._admitting.is_set():
             await self._admitting.wait()
-        self._running += 1
-        self._idle.clear()
+        adapters, version = self._adapters
+        self._running[adapters] += 1
+        answers = [Answer(i, n, own.n, on_finished) for i, own in enumerate(sampling)]
+        if adapters is not None and self._in_flight == "wait":
+            for answer in answers:
+                answer.version = version
         try:
-            requests = enumerate(zip(prompts, sampling, strict=True))
+            requests = zip(prompts, sampling, answers, strict=True)
             return await asyncio.gather(
-                *(
-                    self._request(prompt, own, Answer(i, n, own.n, on_finished))
-                    for i, (prompt, own) in requests
-                )
+                *(self._request(*request, adapters) for request in requests)
             )
         finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
+            self._running[adapters] -= 1
+            self._ended.set()
+
+    async def _until_ended(self, version: int, *spared: Any) -> None:
+        """Wait for the running calls whose adapters are not ``spared``."""
+        async with self._in_time(version, "running calls of generate to end"):
+            while any(self._running[adapters] for adapters in self._running.keys() - {*spared}):
+                self._ended.clear()
+                await self._ended.wait()
 
     async def _request(
-        self, prompt: Tensor | Prompt, sampling: Any, answer: Answer
+        self, prompt: Tensor | Prompt, sampling: Any, answer: Answer, adapters: Any
     ) -> list[Completion]:
         alone = images_alone(prompt, self._llm.renderer, self._hf_config)
         rendered = await self._llm.renderer.render_cmpl_async(alone) if alone else ()
         request = compose(prompt, rendered)
         while True:
             reasons = set()
-            async for output in self._llm.generate(request, sampling, str(next(self._request_ids))):
+            number = str(next(self._request_ids))
+            outputs = self._llm.generate(request, sampling, number, lora_request=adapters)
+            async for output in outputs:
                 if output.finished:
                     check_returned(prompt, output)
                 answer.add(output.outputs)
@@ -307,6 +314,7 @@ class AsyncVLLMEngine(VLLMBase):
                 )
             self.restarted_requests += 1
             answer.restart()
+            adapters, _ = self._adapters
 
     @contextmanager
     def _updating(self, version: int) -> Iterator[None]:
@@ -340,21 +348,36 @@ class AsyncVLLMEngine(VLLMBase):
             finally:
                 self._call(self._resume())
 
+    @contextmanager
+    def _attaching(self, version: int) -> Iterator[tuple[int, list[int]]]:
+        if self._in_flight != "wait":  # requests continue, or start again, with the new adapters
+            with self._updating(version):
+                yield 1, []
+            return
+        with self._updates:
+            current = self._adapters[0]
+            self._call(self._until_ended(version, current))
+            yield next(self._numbers), [] if current is None else [current.lora_int_id]
+            self.policy_version = version
+
     async def _pause(self, version: int) -> None:
-        waiting_for = ""
+        if self._in_flight == "wait":
+            self._admitting.clear()
+            await self._until_ended(version)
+        async with self._in_time(version, "vLLM to pause"):
+            # Also drops all keys and values: the prefix cache and those of paused requests.
+            await self._llm.pause_generation(mode=self._in_flight)
+
+    @asynccontextmanager
+    async def _in_time(self, version: int, waiting_for: str) -> AsyncIterator[None]:
+        """Context of a part of an update that waits for requests, up to a time limit."""
         try:
             async with asyncio.timeout(self._update_timeout):
-                if self._in_flight == "wait":
-                    self._admitting.clear()
-                    waiting_for = "running calls of generate to end"
-                    await self._idle.wait()
-                waiting_for = "vLLM to pause"
-                # Also drops all keys and values: the prefix cache and those of paused requests.
-                await self._llm.pause_generation(mode=self._in_flight)
+                yield
         except TimeoutError:
             raise TimeoutError(
                 f"the update to version {version} waited over {self._update_timeout:g} s for "
-                f"{waiting_for} ({self._running} calls of generate are running)."
+                f"{waiting_for} ({self._running.total()} calls of generate are running)."
             ) from None
 
     async def _resume(self) -> None:

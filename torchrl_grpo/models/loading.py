@@ -444,7 +444,20 @@ def config_shape(
     trust_remote_code: bool = False,
     **lora: Any,
 ) -> Shape:
-    """Return the shape of a config's causal LM, counted without allocating it.
+    """Return the shape of a config's causal LM, counted without allocating it; see ``on_meta``."""
+    return shape_of(
+        on_meta(config, attn_implementation, trust_remote_code=trust_remote_code, **lora)
+    )
+
+
+def on_meta(
+    config: PretrainedConfig,
+    attn_implementation: str = "sdpa",
+    *,
+    trust_remote_code: bool = False,
+    **lora: Any,
+) -> nn.Module:
+    """Return a config's causal LM without memory for its weights.
 
     Args:
         config: of the model.
@@ -456,7 +469,7 @@ def config_shape(
         ValueError: the attention is not available here, or ``add_lora`` refuses the model.
     """
     model = _shapes(config, attn_implementation, trust_remote_code)
-    return shape_of(add_lora(model, **lora) if lora else model)
+    return add_lora(model, **lora) if lora else model
 
 
 def _shapes(

@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from torchrl_grpo.checks import InFlight
 from torchrl_grpo.errors import TransferRefusedError, WorkersLostError
 from torchrl_grpo.runtime.inline_driver import InlineDriver
 from torchrl_grpo.runtime.tasks import Progress, TaskQueue
@@ -60,7 +59,7 @@ class Rollouts:
         teachers: workers of each teacher, which is a ``Reference`` too and scores after the
             reference models.
         concurrent_tasks: number of tasks that a sampler plays at once.
-        in_flight: treatment of tasks in progress when weights arrive; see ``AsyncVLLMEngine``.
+        waits: whether a sampler ends its tasks before it takes new weights.
         references_first: whether samplers start after the reference models. Required if they share
             an accelerator, because an engine measures free memory when it starts.
         release: function called with each published version that no sampler will read anymore.
@@ -81,7 +80,7 @@ class Rollouts:
         references: Sequence[Worker] = (),
         teachers: Sequence[Sequence[Worker]] = (),
         concurrent_tasks: int = 1,
-        in_flight: InFlight = "wait",
+        waits: bool = True,
         references_first: bool = False,
         release: Callable[[int], None] = lambda version: None,
         resend: Callable[[int, str], Any] | None = None,
@@ -97,7 +96,7 @@ class Rollouts:
         self.published: int | None = None
         self._driver = driver
         self._concurrent_tasks = concurrent_tasks
-        self._in_flight = in_flight
+        self._waits = waits
         self._references_first = references_first
         self._release = release
         self._resend = resend
@@ -364,7 +363,7 @@ class Rollouts:
         """Return the version that a sampler should load now; None if there is none."""
 
         def may_update(other: Worker) -> bool:
-            return not self._learners_turn and (self._in_flight != "wait" or not other.tasks)
+            return not self._learners_turn and not (self._waits and other.tasks)
 
         version = self.published
         if not self._together or sampler.restarts:

@@ -1,5 +1,5 @@
-"""LoRA adapters instead of full weights: only trained tensors are sent, and each reader merges them
-into the base weights.
+"""LoRA adapters instead of full weights: only trained tensors are sent. An engine holds them beside
+its base weights or, if it cannot, merges them into the weights of another copy.
 
 To a kind of transfer they are named tensors like any others.
 """
@@ -7,16 +7,15 @@ To a kind of transfer they are named tensors like any others.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import nn
 
 from torchrl_grpo.weights.handle import Sender, Source, WeightHandle
-from torchrl_grpo.weights.named import LoraDelta, NamedTensors, TensorStream, merged, to_checkpoint
+from torchrl_grpo.weights.named import LoraDelta, TensorStream, merged, to_checkpoint
 
 BaseModel = Callable[[], nn.Module]
 
@@ -39,7 +38,7 @@ class AdapterHandle(WeightHandle):
     def weights(self) -> TensorStream:
         model = _loaded(self.base)
         base = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        deltas = deltas_of(self.layers, self.matrices.weights(), torch.device("cpu"))
+        deltas = self._deltas()
         for name in deltas:
             if name not in base:
                 raise RuntimeError(
@@ -49,26 +48,15 @@ class AdapterHandle(WeightHandle):
             model, ((name, merged(weight, deltas.get(name, []))) for name, weight in base.items())
         )
 
-
-def deltas_of(
-    layers: Sequence[tuple[str, float]],
-    matrices: NamedTensors,
-    device: torch.device,
-) -> dict[str, list[LoraDelta]]:
-    """Return the updates that adapters add to each parameter.
-
-    Args:
-        layers: parameter name and scaling of each adapter.
-        matrices: A and B of each adapter, in the order of ``layers``.
-        device: device to copy the matrices to.
-    """
-    deltas: defaultdict[str, list[LoraDelta]] = defaultdict(list)
-    # Copies, because the memory layout of operands may change the last bits of their product, which
-    # must equal the trainer's.
-    copies = (matrix.to(device, copy=True) for _, matrix in matrices)
-    for (name, scaling), a, b in zip(layers, copies, copies, strict=True):
-        deltas[name].append(LoraDelta(a, b, scaling))
-    return dict(deltas)
+    def _deltas(self) -> dict[str, list[LoraDelta]]:
+        """Return the updates that the adapters add to each parameter."""
+        deltas: defaultdict[str, list[LoraDelta]] = defaultdict(list)
+        # Copies, because the memory layout of operands may change the last bits of their product,
+        # which must equal the trainer's.
+        copies = (matrix.to("cpu", copy=True) for _, matrix in self.matrices.weights())
+        for (name, scaling), a, b in zip(self.layers, copies, copies, strict=True):
+            deltas[name].append(LoraDelta(a, b, scaling))
+        return dict(deltas)
 
 
 @lru_cache(maxsize=1)
@@ -92,15 +80,14 @@ class AdapterSender(Sender):
         return source.adapters()
 
     def pack(self, weights: Iterable[tuple[str, LoraDelta]], version: int) -> AdapterHandle:
-        layers: list[tuple[str, float]] = []
-
-        def matrices() -> TensorStream:
-            for name, delta in weights:
-                layers.append((name, delta.scaling))
-                yield from ((f"{name}.A", delta.a), (f"{name}.B", delta.b))
-
-        handle = self._carrier.pack(matrices(), version)
-        return AdapterHandle(self._base, tuple(layers), handle)
+        deltas = list(weights)
+        layers = tuple((name, delta.scaling) for name, delta in deltas)
+        matrices = [
+            (f"{name}.{side}", matrix)
+            for name, delta in deltas
+            for side, matrix in (("A", delta.a), ("B", delta.b))
+        ]
+        return AdapterHandle(self._base, layers, self._carrier.pack(matrices, version))
 
     def release(self, version: int) -> None:
         self._carrier.release(version)

@@ -92,7 +92,9 @@ def transfer_kind(
     fast = on_device and trainer.type == "cuda"
     auto = requested == "auto"
     if not distributed:
-        return Transfer("direct_ipc", True) if fast and same_gpu else Transfer("direct")
+        return (
+            Transfer("direct_ipc", True) if fast and same_gpu and not lora else Transfer("direct")
+        )
     if not fast or lora or requested == "object_store":
         return Transfer("object_store")
     if same_gpu:
@@ -150,17 +152,17 @@ def make_sender(
     Args:
         transfer: from ``transfer_kind``.
         dtype: dtype of whole weights in transit, ideally the engine's; None keeps their own.
-        lora_base: loads the base model of a LoRA model (see ``AdapterHandle``), whose adapters are
-            then sent and added to the base weights by each reader. None sends whole weights, with
-            any adapters merged. Not used for an engine driven from the trainer's process.
+        lora_base: loads the base model of a LoRA model (see ``AdapterHandle``), of which only the
+            adapters are then sent. None sends whole weights, with any adapters merged.
         host: address of this machine for the others.
     """
+    if lora_base is not None:
+        carrier = DirectSender() if transfer.kind == "direct" else ObjectSender(None)
+        return AdapterSender(carrier, lora_base)
     if transfer.kind == "direct":
         return DirectSender()
     if transfer.kind == "direct_ipc":
         return LocalSender(dtype)
-    if lora_base is not None:
-        return AdapterSender(ObjectSender(None), lora_base)
     if transfer.kind == "object_store":
         return ObjectSender(dtype)
     if transfer.kind == "ipc":

@@ -70,7 +70,7 @@ def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> TensorS
     """
     peft: Any = model
     base = peft.get_base_model() if hasattr(model, "peft_config") else model
-    layers = {} if base is model else _lora_layers(base)
+    layers = {} if base is model else adapted_layers(base)
     return to_checkpoint(
         base,
         ((name, _full_tensor(weight, dtype)) for name, weight in _merged_weights(base, layers)),
@@ -125,7 +125,7 @@ def named_adapters(model: nn.Module) -> Iterator[tuple[str, LoraDelta]]:
         ValueError: an adapter is not plain LoRA, or is merged into the base weight.
     """
     base: nn.Module = model.get_base_model()  # type: ignore[operator]
-    for name, layer in _lora_layers(base).items():
+    for name, layer in adapted_layers(base).items():
         if layer.merged:
             raise ValueError(
                 f"{name}: its adapters are merged into the weight and cannot be sent separately: "
@@ -249,13 +249,15 @@ def _merged_weights(base: nn.Module, layers: dict[str, Any]) -> TensorStream:
             yield name, merged(weight.detach(), deltas)
 
 
-def _lora_layers(base: nn.Module) -> dict[str, Any]:
-    """Return the layers with adapters, by the adapted parameter's name in the base model."""
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Return a peft model's layers with adapters, by the adapted parameter's name in its base
+    model.
+    """
     from peft.tuners.lora import LoraLayer
 
     return {
         f"{name.replace('.base_layer', '')}.{getattr(module, 'parameter_name', 'weight')}": module
-        for name, module in base.named_modules()
+        for name, module in model.named_modules()
         if isinstance(module, LoraLayer)
     }
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import os
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,13 +46,7 @@ class SharedBlock(TransferHandle):
         return self.part[1]
 
     def updates(self) -> Updates:
-        yield {
-            "path": self.path,
-            "name": self.name,
-            "part": self.part,
-            "base_dtype": "",
-            "layers": [],
-        }
+        yield vars(self)
 
     def weights(self) -> TensorStream:
         if not os.path.exists(self.path) or self.name not in os.readlink(self.path):
@@ -66,30 +59,6 @@ class SharedBlock(TransferHandle):
             torch.from_file(self.path, shared=True, size=size, dtype=getattr(torch, dtype)),
             self.part,
         )
-
-
-@dataclass(frozen=True)
-class SharedAdapters(TransferHandle):
-    """Adapters in shared memory of this machine; each worker adds them to its checkpoint's weights.
-
-    Attributes:
-        block: A and B of each adapter.
-        layers: parameter name and scaling of each adapter.
-        base_dtype: dtype of the weights that they are added to, such as ``"float32"``.
-    """
-
-    backend = "object_store"
-
-    block: SharedBlock
-    layers: Sequence[tuple[str, float]]
-    base_dtype: str
-
-    def updates(self) -> Updates:
-        [update] = self.block.updates()
-        yield update | {
-            "base_dtype": self.base_dtype,
-            "layers": [list(layer) for layer in self.layers],
-        }
 
 
 class SharedWeights:

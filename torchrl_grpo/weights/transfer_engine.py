@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 
-from torchrl_grpo.weights.adapters import deltas_of
 from torchrl_grpo.weights.handle import Part
-from torchrl_grpo.weights.named import NamedTensors, TensorStream, merged
+from torchrl_grpo.weights.named import NamedTensors, TensorStream
 from torchrl_grpo.weights.shared import SharedBlock
 
 _base: Any = import_module("vllm.distributed.weight_transfer.base")
-_loader: Any = import_module("vllm.model_executor.model_loader")
 _host: Any = import_module("vllm.v1.kv_offload.cpu.host_register")
 _mtp: Any = import_module("vllm.model_executor.model_loader.mtp_validation")
 _reload: Any = import_module("vllm.model_executor.model_loader.reload")
@@ -35,14 +33,11 @@ class UpdateInfo(_base.WeightTransferUpdateInfo):
 
     Attributes:
         path, name, part: see ``SharedBlock``.
-        base_dtype, layers: see ``SharedAdapters``; empty for whole weights.
     """
 
     path: str
     name: str
     part: Part
-    base_dtype: str
-    layers: list[tuple[str, float]]
 
     def weights(self) -> TensorStream:
         """Return the weights in the block, by name."""
@@ -79,23 +74,7 @@ class ObjectStoreEngine(_base.WeightTransferEngine):
         # The trained model has no layers for speculative decoding.
         block = _pinned(update_info.weights(), self.device)
         with block as weights, _mtp.disable_mtp_completeness_check():
-            if update_info.layers:
-                weights = self._merged(weights, update_info)
             self.loaded = self.model.load_weights(weights) or set()
-
-    def base(self) -> TensorStream:
-        """Yield the weights of the checkpoint that the engine was started from, read from its
-        files, which the host's page cache holds once for all workers and engines.
-        """
-        loader = _loader.get_model_loader(self.vllm_config.load_config)
-        return loader.get_all_weights(self.model_config, self.model)
-
-    def _merged(self, matrices: NamedTensors, info: UpdateInfo) -> TensorStream:
-        """Yield the base weights with adapters added, on this worker's device."""
-        deltas = deltas_of(info.layers, matrices, self.device)
-        for name, weight in self.base():
-            base_weight = weight.to(self.device).to(getattr(torch, info.base_dtype))
-            yield name, merged(base_weight, deltas.get(name, [])).to(self.model_config.dtype)
 
     def shutdown(self) -> None:
         pass

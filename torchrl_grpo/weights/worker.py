@@ -22,6 +22,8 @@ import torch
 
 from torchrl_grpo.host.processes import die_with_parent, enable_stack_dump
 from torchrl_grpo.weights.ipc import opened
+from torchrl_grpo.weights.shared import SharedBlock
+from torchrl_grpo.weights.slots import attach, modules_with_slot
 
 OBJECT_STORE = "object_store"
 """Name of our engine in vLLM's factory."""
@@ -78,12 +80,15 @@ class WeightSyncExtension:
     unfinished: Any = None
     """Engine of an update that was started and not finished."""
 
-    def base_layout(self) -> list[tuple[str, list[int]]]:
-        """Return name and shape of each weight in the engine's original checkpoint."""
-        return [
-            (name, list(weight.shape))
-            for name, weight in _transfer_engine(self, OBJECT_STORE).base()
-        ]
+    def attach_adapters(
+        self,
+        block: dict[str, Any],
+        layers: list[tuple[str, float]],
+        number: int,
+        keep: list[int],
+    ) -> None:
+        """Load the adapters in a ``SharedBlock`` of these fields; see ``slots.attach``."""
+        attach(self, SharedBlock(**block).weights(), layers, number, keep)
 
     def digest(self) -> str:
         """Return a checksum of this worker's parameters; it depends on each byte's position."""
@@ -137,10 +142,13 @@ class WeightSyncExtension:
             die_with_parent(parent.pid)
         return os.getpid()
 
-    def finish_setup(self) -> None:
-        """Finish the worker's setup, after all workers have connected."""
+    def finish_setup(self) -> list[str]:
+        """Finish the worker's setup, after all workers have connected. Return the names of the
+        modules that can have adapters.
+        """
         enable_stack_dump()
         unname_queues()
+        return modules_with_slot(self)
 
 
 def _transfer_engine(worker: Any, backend: str) -> Any:

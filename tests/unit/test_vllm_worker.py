@@ -121,9 +121,9 @@ class Engine(VLLMBase):
     """An engine with that worker."""
 
     def __init__(self) -> None:
-        super().__init__(
-            None, SimpleNamespace(max_model_len=8, dtype=torch.float32, trust_remote_code=False)
-        )
+        model = SimpleNamespace(max_model_len=8, dtype=torch.float32, trust_remote_code=False)
+        parallel = SimpleNamespace(world_size=1)
+        super().__init__(None, SimpleNamespace(model_config=model, parallel_config=parallel))
         self.worker = Worker()
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
@@ -131,6 +131,8 @@ class Engine(VLLMBase):
 
     def _updating(self, version: int) -> Any:
         raise NotImplementedError
+
+    _attaching = _updating
 
     def generate(self, prompts: Any, n: int, params: SamplingParams) -> Any:
         raise NotImplementedError

@@ -75,7 +75,8 @@ class InferenceModelConfig(DevicesConfig):
     tensor_parallel_size devices."""
     in_flight: str = choice(checks.InFlight, "wait")
     """Effect of new weights on running responses: wait for their end, keep them and continue with
-    the new weights, or abort and restart them. keep and abort need vllm."""
+    the new weights, or abort and restart them. keep and abort need vllm, which with LoRA need not
+    wait: running responses end with the adapters that they began with."""
     weight_transfer: str = choice(checks.WeightTransfer, "auto")
     """How weights reach engines in other processes: object_store (Ray's, anywhere), or for vllm
     without LoRA also broadcast (nccl between GPUs) or cuda_ipc (one GPU). auto is the fastest that

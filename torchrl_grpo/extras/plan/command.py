@@ -25,6 +25,7 @@ from torchrl_grpo.checks import STARTERS
 from torchrl_grpo.config import ConfigError, GRPOConfig, compose, orderly_exit, staleness_bound
 from torchrl_grpo.extras.plan.hardware import GPUS, Workload, model_shape
 from torchrl_grpo.extras.plan.splits import Row, Settings, best_splits, simulate
+from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.models.memory import BYTES
 from torchrl_grpo.starter import starter_path
 
@@ -124,6 +125,7 @@ def settings_of(config: GRPOConfig, options: argparse.Namespace) -> Settings:
     name = config.model.name
     folder = starter_path(name) if name in STARTERS else Path(name)
     longest = config.max_response_tokens
+    kind, lora = ENGINES[engine.backend], config.train_model.lora.enabled
     response = options.response_tokens or longest / 2
     if response > longest:
         raise ConfigError(
@@ -163,7 +165,7 @@ def settings_of(config: GRPOConfig, options: argparse.Namespace) -> Settings:
         work=work,
         max_staleness=staleness_bound(config, True),
         engine_size=engine.devices_per_engine,
-        waits=engine.in_flight == "wait",
+        waits=engine.in_flight == "wait" and not (kind.concurrent and kind.adapters and lora),
         rows=env.num_envs,
     )
 

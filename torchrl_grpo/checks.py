@@ -33,6 +33,8 @@ Sandbox = Literal["auto", "strict"]
 """Isolation of programs that a model wrote: what the machine offers, or kernel namespaces."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Types of weights."""
+Quantization = Literal["nf4"]
+"""Types of weights that are frozen."""
 Precision = Literal["full", "bf16", "fp16"]
 """Autocast of the training step; ``full`` uses none."""
 InFlight = Literal["wait", "keep", "abort"]

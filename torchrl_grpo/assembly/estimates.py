@@ -75,6 +75,7 @@ def step_setup(config: GRPOConfig) -> StepSetup:
         master=master,
         checkpoints=model.gradient_checkpointing,
         adapters=model.lora.r if model.lora.enabled else 0,
+        quantized=model.quantization is not None,
         small_states=config.optimizer.name == "adamw_8bit",
         replicas=model.replicas,
         offloads=model.cpu_offload,

@@ -108,7 +108,7 @@ def make_learner(
     sender = make_sender(
         transfer,
         dtype=getattr(torch, config.inference_model.dtype),
-        lora_base=base if lora else None,
+        lora_base=base if config.train_model.sends_adapters else None,
         host=own_address() if transfer.kind in ("nccl", "ipc") else "",
     )
     learner = Learner(
@@ -412,6 +412,7 @@ def _load(config: GRPOConfig, role: str, device: torch.device) -> Any:
     is_teacher = role == "teacher" and config.teacher.model != OWN_MODEL
     name = config.teacher_source or "" if is_teacher else model.source
     arguments = None if is_teacher else config.train_model.model_kwargs
+    quantization = config.train_model.quantization if role == "train_model" else None
     try:
         with naming_teacher() if is_teacher else nullcontext():
             return loading.load_model(
@@ -421,13 +422,14 @@ def _load(config: GRPOConfig, role: str, device: torch.device) -> Any:
                 attn_implementation=model.attn_implementation,
                 trust_remote_code=model.trust_remote_code,
                 arguments=arguments,
+                quantization=quantization,
             )
     except torch.OutOfMemoryError as error:
         model_config = loading.load_config(
             name, trust_remote_code=model.trust_remote_code, arguments=arguments
         )
         shape = loading.config_shape(model_config, trust_remote_code=model.trust_remote_code)
-        weights = weight_bytes(shape, BYTES[dtype])
+        weights = weight_bytes(shape, BYTES[dtype], quantized=quantization is not None)
         savings = {}
         if role == "train_model":
             savings = {"train_model.num_devices=2": weights // 2}

@@ -99,6 +99,8 @@ def prepare(
             context.teacher_shape = _check_teachers(config, model.tokenizer)
         check_optimizer(config.optimizer.name)
         _check_sharding(config, len(plan.train), model.config.get_text_config())
+        if not config.only_evaluates:
+            _check_quantization(config, len(plan.train), model.config)
         context.make("params", "prompt_tokens", "has_images")
         engine_class(config.inference_model.backend).check(context.engine_request)
         longest = context.max_sequence_tokens
@@ -278,6 +280,24 @@ def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedCo
             f"optimizer.name={config.optimizer.name} must be adamw with "
             "train_model.cpu_offload=true, because it does not support steps on the CPU: leave one "
             "of them out."
+        )
+
+
+def _check_quantization(config: GRPOConfig, devices: int, model_config: PretrainedConfig) -> None:
+    if getattr(model_config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"model.name={config.model.name} must be a model that is not quantized, because its "
+            "weights are trained or merged with adapters: use the model that it was made from, for "
+            "4 bits with train_model.quantization=nf4."
+        )
+    if config.train_model.quantization is None:
+        return
+    load_extra("check_bitsandbytes")()
+    if devices > 1:
+        raise ConfigError(
+            f"train_model.num_devices={devices} must be 1 with train_model.quantization=nf4, whose "
+            "weights cannot be sharded: use train_model.num_devices=1, or leave "
+            "train_model.quantization out."
         )
 
 

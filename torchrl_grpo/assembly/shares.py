@@ -129,7 +129,7 @@ def _train_share(context: Context) -> Share:
     return Share(
         "train (LoRA)" if config.train_model.lora.enabled else "train",
         [(device,) for device in plan.train],
-        config.train_model.dtype,
+        config.train_model.quantization or config.train_model.dtype,
         context.shape.parameters,
         memory,
         {

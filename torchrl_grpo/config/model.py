@@ -9,7 +9,7 @@ from typing import Any
 from torchrl_grpo import checks
 from torchrl_grpo.config.devices import DevicesConfig
 from torchrl_grpo.config.fields import choice, limited
-from torchrl_grpo.config.rule import Rule, arguments, read_with
+from torchrl_grpo.config.rule import Rule, arguments, exclusive, read_with
 
 
 @dataclass
@@ -67,6 +67,10 @@ class TrainModelConfig(DevicesConfig):
     dtype: str = choice(checks.Dtype, "float32")
     """Type of the master weights and of the optimizer state. Without LoRA bfloat16 needs
     optimizer.name=adamw_8bit, which rounds weights at random."""
+    quantization: str | None = choice(checks.Quantization, None)
+    """nf4: the frozen weights of the linear layers but the head in 4 bits, for trainer and reference
+    model (QLoRA, arXiv 2305.14314), with train_model.lora.enabled=true on one device. Engine and
+    export get them as the trainer computes with them."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
     tensor_parallel_size: int = limited(1, ge=1)
@@ -86,6 +90,13 @@ class TrainModelConfig(DevicesConfig):
     """Vision-language models: train the image encoder and its projector too. Otherwise the features
     of an image are computed once in a run."""
     lora: LoraConfig = field(default_factory=LoraConfig)
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether engines add adapters to the weights of ``model.name``. Those of a quantized model
+        are others.
+        """
+        return self.lora.enabled and not self.quantization
 
 
 def _loses_small_steps(config: Any) -> bool:
@@ -126,6 +137,13 @@ RULES = (
         "use train_model.lora.enabled=false, or leave train_model.train_vision out",
         "train_model.lora.enabled",
     ),
+    Rule(
+        "train_model.quantization",
+        "needs train_model.lora.enabled=true, because weights of 4 bits cannot be trained",
+        "set that, or leave train_model.quantization out",
+        lambda c: c.train_model.quantization and not c.train_model.lora.enabled,
+    ),
+    exclusive("train_model.quantization", "train_model.cpu_offload"),
     arguments("train_model.model_kwargs", "experts_implementation: grouped_mm"),
 )
 UNREAD = (

@@ -30,6 +30,7 @@ _FIXED_OPTIONS = (
     "model.revision",
     "model.chat_template",
     "train_model.dtype",
+    "train_model.quantization",
     "train_model.lora",
     "train_model.train_vision",
     "train_model.model_kwargs",

@@ -10,6 +10,7 @@ EXTRAS = {
     "adapt_former_methods": "torchrl_grpo.integrations.former_losses:adapt_former_methods",
     "agent": "torchrl_grpo.integrations.agents:with_agent",  # env.agent
     "alarms": "torchrl_grpo.extras.report.alarms:Alarms",  # of each step
+    "check_bitsandbytes": "torchrl_grpo.integrations.bitsandbytes:check_bitsandbytes",
     "check_hub": "torchrl_grpo.extras.hints.hub:check_hub",  # before a download
     "check_launcher": "torchrl_grpo.extras.hints.words:check_launcher",
     "check_model_name": "torchrl_grpo.extras.hints.models:check_model_name",
@@ -32,6 +33,7 @@ EXTRAS = {
     "objective": "torchrl_grpo.extras.report.summary:objective",  # of a sweep
     "openenv": "torchrl_grpo.integrations.openenv:OpenEnvKind",  # env.environment=openenv:...
     "python_tool": "torchrl_grpo.integrations.sandbox.python_tool:Python",  # env.tools=[python]
+    "quantized_linear": "torchrl_grpo.integrations.bitsandbytes:QuantizedLinear",
     "reasoning_gym": "torchrl_grpo.integrations.reasoning_gym:ReasoningGymTask",
     "refuse_arguments": "torchrl_grpo.integrations.torchrl_arguments:refuse_arguments",
     "report": "torchrl_grpo.extras.report.report:write_report",  # at the end of a run

@@ -200,6 +200,7 @@ class PolicyTrainer:
             master=master,
             checkpoints=bool(base.is_gradient_checkpointing),
             adapters=adapters["default"].r if adapters else 0,
+            quantized=any(hasattr(weight, "dequantized") for weight in base.parameters()),
             small_states=has_small_states(self.optimizer),
             ranks=self.world_size,
             replicas=num_replicas(self.model),

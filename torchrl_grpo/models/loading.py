@@ -286,6 +286,7 @@ def load_model(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
     arguments: Mapping[str, Any] | None = None,
+    quantization: str | None = None,
 ) -> PreTrainedModel:
     """Load a causal LM in eval mode (dropout off) on a device; on the meta device, without weights.
 
@@ -296,6 +297,8 @@ def load_model(
         attn_implementation: attention, by Transformers' name.
         trust_remote_code: whether the repository's own code may run.
         arguments: further arguments of ``from_pretrained``.
+        quantization: ``nf4`` quantizes the ``inner_linears``, each on its way to the device; None
+            does not.
 
     Raises:
         ValueError: the weights cannot be loaded, are incomplete, or are not finite.
@@ -322,7 +325,7 @@ def load_model(
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(load_extra("explain_model_error")(name, "weights", error)) from error
-    model = model.to(device).eval()
+    model = model.to("cpu" if quantization else device).eval()
     if family_of(config) is not None:
         # transformers reads the first, and some other programs that load an export the second.
         model.config.text_config.tie_word_embeddings = model.config.tie_word_embeddings
@@ -351,7 +354,23 @@ def load_model(
             f"{'set tie_word_embeddings=false in its config.json' if untied else 'download'}, or "
             "save the model again."
         )
+    if quantization:
+        make = load_extra("quantized_linear")
+        for module_name, linear in inner_linears(model).items():
+            model.set_submodule(module_name, make(linear, device))
+        model.to(device)
     return model
+
+
+def inner_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return a model's linear layers by name, without the LM head, an image encoder's and adapters."""
+    head, vision = model.get_output_embeddings(), {p for _, p in vision_parameters(model)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and not (module is head or module.weight in vision or ".lora_" in name)
+    }
 
 
 def _untied(model: PreTrainedModel) -> set[str]:
@@ -394,7 +413,10 @@ def shape_of(model: Any) -> Shape:
     """
     base = base_model_of(model)
     shape = shape_of_config(base.config.get_text_config())
+    linears = inner_linears(base).values()
+    linear = sum(module.in_features * module.out_features for module in linears)
     count = sum(parameter.numel() for parameter in model.parameters())
+    count += linear - sum(module.weight.numel() for module in linears)  # those in 4 bits are packed
     adapters = getattr(model, "peft_config", None)
     if adapters:
         trained = sum(
@@ -403,15 +425,11 @@ def shape_of(model: Any) -> Shape:
         adapted = trained // adapters["default"].r
         count -= trained
     else:
-        linears = {module for module in base.modules() if isinstance(module, nn.Linear)}
-        linears.discard(base.get_output_embeddings())
-        others = {parameter for _, parameter in vision_parameters(base)}
-        linears = {module for module in linears if module.weight not in others}
-        adapted = sum(sum(module.weight.shape) for module in linears)
+        adapted = sum(module.in_features + module.out_features for module in linears)
     vision = _vision_shape(base)
     count -= 0 if vision is None else int(vision.parameters)
     active = count - (shape.parameters - shape.active)
-    shape = replace(shape, parameters=count, active=active, adapted=adapted)
+    shape = replace(shape, parameters=count, active=active, adapted=adapted, linear=linear)
     return shape.with_vision(vision, *_patches(base.config))
 
 

@@ -16,6 +16,9 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per number, by the config's dtype."""
 MEMORY_SHARE = 0.9
 """Fraction of an accelerator's memory that a role may fill."""
+NF4_NUMBER = 0.5 + 1 / 64 + 4 / 64 / 256
+"""Bytes per number in NF4: 4 bits, and of each 64 numbers a scale of 8 bits, and of each 256 scales
+one in float32."""
 _ADAPTER_NUMBER = 4
 """Bytes per number of adapters: peft keeps them in float32, whatever the model's dtype."""
 
@@ -35,6 +38,7 @@ class Shape:
         head: number of parameters of the LM head.
         tied: whether the embedding is the head.
         adapted: number of parameters of adapters of rank 1.
+        linear: number of parameters that can be quantized (``loading.inner_linears``, no biases).
         vision: shape of the image encoder, whose parameters include its projector's and are part of
             ``parameters``; None for a text-only model.
         patches: number of the encoder's patches in a token of an image.
@@ -51,6 +55,7 @@ class Shape:
     head: int
     tied: bool
     adapted: int
+    linear: int = 0
     vision: Shape | None = None
     patches: int = 1
     features: int = 0
@@ -126,6 +131,7 @@ def shape_of_config(config: Any) -> Shape:
     routing = experts * hidden if experts > 1 else 0
     layer = attention + small + routing + 3 * experts * hidden * inner + 2 * hidden
     parameters = head * (1 if tied else 2) + layers * layer + hidden
+    gated = 0 if experts > 1 else 3
     linear = 2 * (query_width + hidden) + 2 * (hidden + kv_width)
     return Shape(
         parameters=parameters,
@@ -139,7 +145,8 @@ def shape_of_config(config: Any) -> Shape:
         inner=inner * used,
         head=head,
         tied=tied,
-        adapted=layers * (linear + (3 * (hidden + inner) if experts == 1 else 0)),
+        adapted=layers * (linear + gated * (hidden + inner)),
+        linear=layers * (attention + gated * hidden * inner),
     )
 
 
@@ -155,6 +162,7 @@ class StepSetup:
         master: bytes per weight of the model and, if it is trained, per gradient and per moment.
         checkpoints: whether gradient checkpointing is on.
         adapters: rank of the adapters, if only they are trained; 0 trains all weights.
+        quantized: whether the linear layers that they adapt are in NF4.
         small_states: whether the optimizer stores each moment in 8 bits.
         ranks: number of ranks that share a batch.
         replicas: number of copies of the model, each sharded over an equal part of the ranks.
@@ -172,6 +180,7 @@ class StepSetup:
     master: int = 4
     checkpoints: bool = False
     adapters: int = 0
+    quantized: bool = False
     small_states: bool = False
     ranks: int = 1
     replicas: int = 1
@@ -250,8 +259,10 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
     adapters = shape.adapted * setup.adapters * _ADAPTER_NUMBER
     shards = setup.ranks // setup.replicas
     frozen = frozen_parameters(shape, setup)
-    parameters = shape.parameters - frozen
-    weights = int(parameters * master + adapters) // shards + int(frozen * master)
+    packed = shape.linear * setup.quantized
+    parameters = shape.parameters - frozen - packed
+    whole = int(frozen * master + packed * NF4_NUMBER)
+    weights = int(parameters * master + adapters) // shards + whole
     trained = int(adapters or parameters * master) // shards
     moments = (
         2 * trained // (_ADAPTER_NUMBER if adapters else master)
@@ -266,7 +277,9 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
     if sharded:  # gathered: weights outside of layers during the whole pass, and one layer
         copies = int((outside + (parameters - outside) / shape.layers) * number)
     elif number < master and not setup.checkpoints:  # for the backward pass
-        copies = int(weights - frozen * master) * number // master
+        copies = (weights - whole) * number // master
+    if packed:  # one layer is dequantized at a time
+        copies += shape.hidden * shape.inner * number
 
     layer = setup.tokens * _layer_bytes(shape, setup)
     kept = _kept_bytes(shape, setup, setup.tokens)
@@ -289,9 +302,12 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
     return StepMemory(weights, copies, trained, moments, activations, peak)
 
 
-def weight_bytes(shape: Shape, number: int, devices: int = 1) -> int:
-    """Return the bytes of a model's weights, of ``number`` bytes each, on each of its devices."""
-    return int(shape.parameters * number / devices)
+def weight_bytes(shape: Shape, number: int, devices: int = 1, *, quantized: bool = False) -> int:
+    """Return the bytes of a model's weights, of ``number`` bytes each, on each of its devices;
+    ``quantized`` as in ``StepSetup``.
+    """
+    saved = shape.linear * quantized * (number - NF4_NUMBER)
+    return int((shape.parameters * number - saved) / devices)
 
 
 def shard_bytes(shape: Shape, number: int, ranks: int) -> int:

@@ -54,7 +54,7 @@ def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> TensorS
     """Yield a causal language model's weights under the names of its Hugging Face checkpoint.
 
     A LoRA model yields its base model's weights with the active adapters merged in. The merged
-    tensors are new ones, made one at a time. A sharded model gathers each weight when the iterator
+    tensors are new ones, made one at a time; so are those of a quantized base. A sharded model gathers each weight when the iterator
     reaches it, so all ranks must exhaust the iterator.
 
     Args:
@@ -235,18 +235,24 @@ def _full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return tensor.full_tensor()
 
 
+def _dense(weight: Any) -> Tensor:
+    """Return a parameter's values, dequantized if its layer is quantized."""
+    dense: Tensor = getattr(weight, "dequantized", weight.detach)()
+    return dense
+
+
 def _merged_weights(base: nn.Module, layers: dict[str, Any]) -> TensorStream:
     """Yield a model's parameters with its adapters merged in. Sharded parameters are merged part by
     part, without gathering.
     """
     for name, weight in base.named_parameters():
         if not layers:
-            yield name, weight.detach()
+            yield name, _dense(weight)
         elif ".lora_" not in name:
             name = name.replace(".base_layer", "")
             layer = layers.get(name)
             deltas = [] if layer is None or layer.merged else _deltas(name, layer)
-            yield name, merged(weight.detach(), deltas)
+            yield name, merged(_dense(weight), deltas)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:

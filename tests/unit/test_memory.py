@@ -57,10 +57,13 @@ def full(*_: Any, **__: Any) -> None:
             "train_model.dtype=bfloat16",
             "train_model.lora.enabled=true",
         ),
+        ("train_model.lora.enabled=true", "train_model.quantization=nf4"),
     ],
-    ids=["full", "lora", "bf16", "checkpointing"],
+    ids=["full", "lora", "bf16", "checkpointing", "nf4"],
 )
 def test_all_memory_reports_agree(job: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    if "train_model.quantization=nf4" in job:
+        pytest.importorskip("bitsandbytes")
     config = compose_config(*SMALL, "train.micro_batch_tokens=100", *job)
     context = prepare(config)
     memory = {role: share.memory for role, share in shares(context).items()}

@@ -134,7 +134,9 @@ def test_the_same_loop_gives_the_same_result() -> None:
 def test_a_shape_is_read_from_the_models_config(tmp_path: Path) -> None:
     starter = model_shape("starter", starter_path())
     linear = 2 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 384))
-    assert starter == Shape(427_776, 427_776, 2, 128, 128, 64, 384, 261 * 128, True, linear)
+    numbers = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384)
+    sizes = (2, 128, 128, 64, 384, 261 * 128, True, linear, numbers)
+    assert starter == Shape(427_776, 427_776, *sizes)
     assert model_shape("Qwen/Qwen2.5-7B-Instruct", Path("Qwen")) == SHAPES["qwen2.5-7b"]
     near = replace(SHAPES["llama-3-8b"], parameters=8e9, active=8e9)
     assert model_shape("a/b", Path("a"), 8e9) == near

@@ -140,7 +140,7 @@ RULES = (
     Rule(
         "train_model.quantization",
         "needs train_model.lora.enabled=true, because weights of 4 bits cannot be trained",
-        "set that, or leave train_model.quantization out",
+        "use train_model.lora.enabled=true, or leave train_model.quantization out",
         lambda c: c.train_model.quantization and not c.train_model.lora.enabled,
     ),
     exclusive("train_model.quantization", "train_model.cpu_offload"),

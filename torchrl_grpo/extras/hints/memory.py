@@ -93,16 +93,18 @@ def savings(shape: Shape, setup: StepSetup) -> dict[str, int]:
     if not setup.adapters:
         lora = {"adapters": _LORA_RANK, "trains_vision": False}
         knobs["train_model.lora.enabled=true"] = lora
+    elif not (setup.quantized or setup.offloads or setup.ranks > 1):
+        knobs["train_model.quantization=nf4"] = {"quantized": True}
     if setup.trains_vision:  # on one device
         knobs["train_model.train_vision=false"] = {"trains_vision": False}
-    else:
+    elif not setup.quantized:  # which one device must hold
         tokens = half if single and setup.sequences > 1 else setup.tokens
         knobs[f"train_model.num_devices={ranks}"] = {"tokens": tokens, "ranks": ranks}
     if setup.replicas > 1:
         knobs["train_model.replicas=1"] = {"replicas": 1}
     if not (setup.small_states or setup.offloads):  # these exclude each other
         knobs["optimizer.name=adamw_8bit"] = {"small_states": True}
-        if not setup.images:
+        if not (setup.images or setup.quantized):
             knobs["train_model.cpu_offload=true"] = {"offloads": True}
     now = step_memory(shape, setup).peak
     return {

@@ -114,6 +114,8 @@ class Settings:
         room, or cannot divide a batch.
         """
         samplers, unused = divmod(devices, self.engine_size)
+        if devices > 1 and self.work.step.quantized:  # weights in 4 bits cannot be sharded
+            return None
         if unused or not samplers or self.work.groups % samplers:
             return None
         if self.memory_in_turns(devices) > self.room:
@@ -210,7 +212,8 @@ def candidates(settings: Settings, devices: int) -> Iterator[Split]:
     for samplers in (n for n in range(1, devices) if work.groups % n == 0):
         remaining = devices - samplers * settings.engine_size
         max_ranks = work.groups * work.group_size  # more ranks would have nothing to do
-        if work.shape.vision is not None and work.step.trains_vision:
+        trains_vision = work.shape.vision is not None and work.step.trains_vision
+        if trains_vision or work.step.quantized:
             max_ranks = 1
         for total in (
             {remaining, *(2**power for power in range(12) if 2**power < remaining)}

@@ -7,6 +7,7 @@ which there are none.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -26,6 +27,8 @@ def check_bitsandbytes() -> None:
             "train_model.quantization=nf4 needs the package bitsandbytes: pip install "
             "'torchrl_grpo[qlora]', or leave it out."
         )
+    # Its import asks on some CPUs for a kernel from the hub, which nothing here calls.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 class QuantizedLinear(nn.Linear):

@@ -54,8 +54,8 @@ def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> TensorS
     """Yield a causal language model's weights under the names of its Hugging Face checkpoint.
 
     A LoRA model yields its base model's weights with the active adapters merged in. The merged
-    tensors are new ones, made one at a time; so are those of a quantized base. A sharded model gathers each weight when the iterator
-    reaches it, so all ranks must exhaust the iterator.
+    tensors are new ones, made one at a time; so are those of a quantized base. A sharded model
+    gathers each weight when the iterator reaches it, so all ranks must exhaust the iterator.
 
     Args:
         model: a Hugging Face model, or a peft model around one; sharded or not.

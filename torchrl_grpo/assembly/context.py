@@ -133,7 +133,7 @@ class Context:
         """The adapters that engines hold beside the base weights; None if all weights are trained,
         or if the adapters are merged: the engine cannot hold them, or not all are of linear layers.
         """
-        layers = adapted_layers(self._on_meta) if self.config.train_model.lora.enabled else {}
+        layers = adapted_layers(self._on_meta) if self.config.train_model.sends_adapters else {}
         linear = all(isinstance(layer.get_base_layer(), nn.Linear) for layer in layers.values())
         if not (layers and linear and ENGINES[self.config.inference_model.backend].adapters):
             return None

@@ -55,15 +55,16 @@ class QuantizedLinear(nn.Linear):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         dense = linear.weight.detach().to(device)
         packed, state = quantize_4bit(dense, compress_statistics=True, quant_type="nf4")
-        self.weight: Any = nn.Parameter(packed, requires_grad=False)
-        self.weight.dequantized = partial(dequantize_4bit, packed, state)
+        weight: Any = nn.Parameter(packed, requires_grad=False)
+        weight.dequantized = partial(dequantize_4bit, packed, state)
+        self.weight = weight
         self._product = partial(matmul_4bit, quant_state=state)
         self.bias = linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the output in the dtype that it was computed in."""
-        kind, dtype, bias = input.device.type, input.dtype, self.bias
+        kind, dtype = input.device.type, input.dtype
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-        bias = None if bias is None else bias.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
         return self._product(input.to(dtype), self.weight, bias=bias)

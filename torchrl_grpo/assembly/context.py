@@ -395,9 +395,7 @@ def describe_model(config: GRPOConfig) -> ModelFiles:
     arguments = config.train_model.model_kwargs or {}
     loading.check_model_kwargs(arguments, loading.load_config(name, trust_remote_code=remote_code))
     model_config = loading.load_config(name, trust_remote_code=remote_code, arguments=arguments)
-    tokenizer = loading.load_tokenizer(
-        name, chat_template=config.model.chat_template, trust_remote_code=remote_code
-    )
+    tokenizer = loading.load_tokenizer(**config.model.tokenizer_arguments)
     loading.check_vocabulary(model_config, tokenizer, name)
     stops = loading.stop_token_ids(tokenizer, loading.load_generation_config(name))
     return ModelFiles(model_config, tokenizer, stops)

@@ -56,9 +56,12 @@ def read_task(config: GRPOConfig) -> Task:
         ConfigError: see ``make_task``.
     """
     try:
-        return make_task(config.env, tests=config.evaluation.datasets or (), scored=config.scores)
-    except ConfigError:
-        raise
+        return make_task(
+            config.env,
+            config.evaluation.datasets or (),
+            scored=config.scores,
+            tokenizer=config.model.tokenizer_arguments,
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -68,6 +71,7 @@ def make_task(
     tests: Sequence[DatasetConfig] = (),
     *,
     scored: bool = True,
+    tokenizer: Mapping[str, Any] | None = None,
 ) -> Task:
     """Make the task of a config, with its rewards. Its training data is read now, so that errors in
     the data, or in a reward's columns, are found before a model loads.
@@ -76,6 +80,7 @@ def make_task(
         env: validated.
         tests: further test sets.
         scored: whether responses are scored; if not, the data needs no reward.
+        tokenizer: arguments of ``load_tokenizer``, for agents that count tokens.
 
     Raises:
         ValueError: the data cannot be used, there is no such task, or nothing scores its responses.
@@ -108,7 +113,14 @@ def make_task(
     if env.retry_prompt is not None:
         task = WithRetry(task, env.retry_prompt)
     if env.agent is not None:
-        task = load_extra("agent")(task, env.agent, _tool_parser(env), env.max_image_pixels)
+        task = load_extra("agent")(
+            task,
+            env.agent,
+            _tool_parser(env),
+            env.max_image_pixels,
+            tokenizer,
+            env.chat_template_kwargs,
+        )
     is_played = env.environment is not None or env.agent is not None
     _check_parts(
         env, data.tasks if isinstance(data, MixedTask) and not is_played else {task.name: task}
@@ -171,12 +183,13 @@ def _with_sandbox(
     Raises:
         ValueError: this machine cannot provide the sandbox.
     """
-    env = replace(env, reward=_with_sandbox_option(env.reward, env.sandbox))
-    datasets = [
-        replace(data, reward=_with_sandbox_option(data.reward, env.sandbox))
-        for data in env.datasets or ()
-    ]
-    tests = [replace(data, reward=_with_sandbox_option(data.reward, env.sandbox)) for data in tests]
+
+    def with_sandbox(data: Any) -> Any:
+        return replace(data, reward=_with_sandbox_option(data.reward, env.sandbox))
+
+    datasets = list(map(with_sandbox, env.datasets or ()))
+    tests = list(map(with_sandbox, tests))
+    env = with_sandbox(env)
     reward_runs_programs = any(_runs_programs(data.reward) for data in (env, *datasets, *tests))
     if not reward_runs_programs and PYTHON not in env.tools:
         return env, tests
@@ -192,18 +205,15 @@ def _with_sandbox(
             f"{user} runs programs with only time and memory limits: they can read files and use "
             "the network (docs/security.md)."
         )
-    return replace(env, datasets=datasets if env.datasets is not None else None), tests
+    return replace(env, datasets=datasets or env.datasets), tests
 
 
 def _with_sandbox_option(spec: Any, sandbox: str) -> Any:
     """Return the spec of rewards with the option ``sandbox`` for ``code``."""
     if isinstance(spec, list):
         return [_with_sandbox_option(entry, sandbox) for entry in spec]
-    if spec == "code":
-        return {"fn": "code", "sandbox": sandbox}
-    if isinstance(spec, Mapping) and spec.get("fn") == "code":
-        return {**spec, "sandbox": sandbox}
-    return spec
+    entry = {"fn": spec} if spec == "code" else spec
+    return {**entry, "sandbox": sandbox} if _runs_programs(entry) else spec
 
 
 def _runs_programs(spec: Any) -> bool:
@@ -280,9 +290,7 @@ def check_tests(task: Task, problems: Sequence[Problem]) -> None:
     """
     from torchrl_grpo.tasks.with_environment import WithEnvironment
 
-    firsts: dict[str, Problem] = {}
-    for problem in problems:
-        firsts.setdefault(problem.dataset, problem)
+    firsts = {problem.dataset: problem for problem in reversed(problems)}
     for name, problem in firsts.items():
         try:
             task.check_problem(problem)
@@ -297,7 +305,6 @@ def check_tests(task: Task, problems: Sequence[Problem]) -> None:
 
 def _make_test(entry: DatasetConfig, field: str, reward: Any, scoring: Scoring) -> Task:
     """Make a test set: the test split or, if there is none and none was requested, all data."""
-    reward = reward if entry.reward is None else entry.reward
     try:
         return _make_dataset(entry, field, reward, "test", scoring)
     except UnknownSplitError:
@@ -322,9 +329,7 @@ def _make_problems(env: EnvConfig, scoring: Scoring) -> Task:
     fields = [f"env.datasets[{index}]" for index in range(len(env.datasets))]
     names = dataset_names(env.datasets, "env.datasets")
     tasks = [
-        _make_dataset(
-            entry, field, env.reward if entry.reward is None else entry.reward, "train", scoring
-        )
+        _make_dataset(entry, field, env.reward, "train", scoring)
         for entry, field in zip(env.datasets, fields, strict=True)
     ]
     return MixedTask(tasks, [entry.weight for entry in env.datasets], names)
@@ -333,7 +338,10 @@ def _make_problems(env: EnvConfig, scoring: Scoring) -> Task:
 def _make_dataset(
     data: DataConfig, field: str, reward: Any, split: Split, scoring: Scoring
 ) -> Task:
-    """Return a data set's task, with its scorer, unless ``scoring`` is "not"."""
+    """Return a data set's task, with its scorer, unless ``scoring`` is "not". ``reward`` is for data
+    without its own.
+    """
+    reward = reward if data.reward is None else data.reward
     name = data.dataset or ""
     if name in checks.GENERATED:
         task: Task = resolve_name(BUILTINS[name])(data.difficulty)

@@ -34,6 +34,15 @@ class ModelConfig:
         """``name@revision``, as passed to everything that loads a part of the model."""
         return self.name if self.revision is None else f"{self.name}@{self.revision}"
 
+    @property
+    def tokenizer_arguments(self) -> dict[str, Any]:
+        """Arguments of ``loading.load_tokenizer``."""
+        return {
+            "name": self.source,
+            "chat_template": self.chat_template,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
 
 @dataclass
 class LoraConfig:

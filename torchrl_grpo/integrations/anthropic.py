@@ -7,10 +7,11 @@ Source: Anthropic's API reference, messages.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from torchrl_grpo.tasks.base import Dialog
+if TYPE_CHECKING:
+    from torchrl_grpo.integrations.agents.protocol import Answer
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _THOUGHTS = ("thinking", "redacted_thinking")
@@ -98,16 +99,8 @@ def _tool(tool: Any) -> Any:
     return {"type": "function", "function": function | description}
 
 
-def body(
-    number: int,
-    model: str,
-    text: str,
-    calls: Sequence[Mapping[str, Any]],
-    finish_reason: str,
-    stop: str | None,
-    dialog: Dialog,
-) -> dict[str, Any]:
-    """Return an answer as one object; see ``agents.protocol.Answer``."""
+def body(answer: Answer) -> dict[str, Any]:
+    """Return an answer as one object."""
     uses = [
         {
             "type": "tool_use",
@@ -115,22 +108,23 @@ def body(
             "name": call["function"]["name"],
             "input": json.loads(call["function"]["arguments"]),
         }
-        for call in calls
+        for call in answer.calls
     ]
+    text, stop, reason = answer.text, answer.stop, answer.finish_reason
     return {
-        "id": f"msg_{number}",
+        "id": f"msg_{answer.number}",
         "type": "message",
         "role": "assistant",
-        "model": model,
+        "model": answer.request.model,
         "content": [
             *([{"type": "text", "text": text}] if text or not uses else []),
             *uses,
         ],
-        "stop_reason": _REASONS.get(finish_reason, "end_turn" if stop is None else "stop_sequence"),
+        "stop_reason": _REASONS.get(reason, "end_turn" if stop is None else "stop_sequence"),
         "stop_sequence": stop,
         "usage": {
-            "input_tokens": dialog.prompt_tokens,
-            "output_tokens": len(dialog.tokens),
+            "input_tokens": answer.dialog.prompt_tokens,
+            "output_tokens": len(answer.dialog.tokens),
         },
     }
 

@@ -1,4 +1,5 @@
 """OpenAI's wire format: parses the requests of agents and writes the policy's turns as answers.
+Requests and answers of other APIs are translated to and from it.
 
 Requests that cannot be honored are refused. ``temperature``, ``top_p`` and other options that would
 change the sampled distribution are accepted and ignored, because the run trains its own
@@ -9,25 +10,32 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
 from torchrl_grpo.host.text import replace_lone_surrogates
 from torchrl_grpo.images import ImageFile, text_of
-from torchrl_grpo.integrations import anthropic
+from torchrl_grpo.integrations import anthropic, responses
 from torchrl_grpo.tasks.base import Dialog, Message, TurnLimits
 from torchrl_grpo.tools.toolbox import Parser, ToolCall, without_thoughts
 
-CHAT, TEXT, ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
-PATHS = (CHAT, TEXT, ANTHROPIC)
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+RESPONSES = "/v1/responses"
+ANTHROPIC, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+PATHS = (CHAT, TEXT, RESPONSES, ANTHROPIC, COUNT)
+NAMES_EVENTS = (RESPONSES, ANTHROPIC)
+"""Paths whose streams name each event, and end without ``[DONE]``."""
 MODEL = "policy"
+_UNKNOWN = "unknown_parameter"
 T = TypeVar("T")
 
 IMAGE_ROLES = ("user", "tool")
 """Roles whose messages may have images."""
+_TAG = re.compile(r"</?think>|\[/?THINK\]")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_STOPS = 4
 _MAX_STOP_BYTES = 256
@@ -39,6 +47,15 @@ _MAX_CHARACTERS = 500_000
 """Maximum size of a chat and its tools as JSON, without images, because a worker's answers are
 limited.
 """
+_NAMES = {
+    ANTHROPIC: {"stop": "stop_sequences"},
+    RESPONSES: {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+    },
+}
+"""What another API calls a field of OpenAI's chat completions."""
 _FIXED = {
     "n": (1, "send one request per answer"),
     "best_of": (1, "leave it out"),
@@ -73,11 +90,14 @@ class BadRequest(Exception):
     def body(self, path: str = CHAT) -> dict[str, Any]:
         """Return the error in the form of the path's own API."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
-        if path == ANTHROPIC:
-            return {"type": "error", "error": {"type": kind, "message": str(self)}}
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
+        api = ANTHROPIC if path == COUNT else path
+        message, param = str(self), self.param
+        name = None if self.code == _UNKNOWN else _NAMES.get(api, {}).get(param or "")
+        if param and name:
+            param, message = name, message.replace(param, name, 1)
+        if api == ANTHROPIC:
+            return {"type": "error", "error": {"type": kind, "message": message}}
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
 
 @dataclass(frozen=True)
@@ -93,6 +113,7 @@ class Request:
         usage: whether the stream ends with the token usage.
         path: one of ``PATHS``.
         model: the agent's name for the policy.
+        fields: all fields as sent.
     """
 
     messages: Sequence[Message]
@@ -102,6 +123,23 @@ class Request:
     usage: bool = False
     path: str = CHAT
     model: str = MODEL
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_instructions(self) -> int:
+        """Number of messages before the input, which no later request inherits."""
+        return int(bool(self.fields.get("instructions")))
+
+    def after(self, history: Sequence[Message]) -> Request:
+        """Return the request with the chat that precedes its input.
+
+        Raises:
+            BadRequest: the whole chat is too large.
+        """
+        count = self.num_instructions
+        messages = [*self.messages[:count], *history, *self.messages[count:]]
+        _check_size(messages, self.tools)
+        return replace(self, messages=messages)
 
 
 def parse_request(path: str, body: bytes) -> Request:
@@ -118,23 +156,49 @@ def parse_request(path: str, body: bytes) -> Request:
     if not isinstance(fields, dict):
         raise BadRequest(f"the body must be an object, but it is {text[:60]!r}: send an object.")
     message_names: Sequence[str] = ()
-    if path == ANTHROPIC:
+    own_fields = fields
+    if path in (ANTHROPIC, COUNT):
         fields, message_names = anthropic.as_openai(fields)
-    for name, (supported, fix) in _FIXED.items():
-        value = fields.get(name)
-        if name == "response_format" and isinstance(value, dict):
-            value = value.get("type")
-        if value not in (None, supported, {}, []):
-            message = f"{name}={value!s:.60} must be {json.dumps(supported)}: {fix}."
-            raise BadRequest(message, name)
+    elif path == RESPONSES:
+        _check_fixed(fields, responses.FIXED, _UNKNOWN)
+        _text(fields, "previous_response_id", "previous_response_id")
+        _optional(fields, "include", list, "must be a list: leave it out")
+        _flag(fields, "store")
+        fields, message_names = responses.as_openai(fields)
+    _check_fixed(fields, _FIXED)
     chat = path != TEXT
-    stop = "stop_sequences" if path == ANTHROPIC else "stop"
     stream = _flag(fields, "stream")
     options = _optional(fields, "stream_options", dict, "must be an object: leave it out") or {}
     messages = (
         _messages(fields, message_names) if chat else [{("role"): "", "content": _prompt(fields)}]
     )
     tools = _tools(fields) if chat else []
+    _check_size(messages, tools)
+    return Request(
+        messages=messages,
+        tools=tools,
+        limits=TurnLimits(_max_tokens(fields, chat), _stops(fields), _log_probs(fields, chat)),
+        stream=stream,
+        usage=stream and _flag(options, "include_usage"),
+        path=path,
+        model=_text(fields, "model", "model") or MODEL,
+        fields=own_fields,
+    )
+
+
+def _check_fixed(
+    fields: Mapping[str, Any], fixed: Mapping[str, tuple[Any, str]], code: str | None = None
+) -> None:
+    for name, (supported, fix) in fixed.items():
+        value = fields.get(name)
+        if name == "response_format" and isinstance(value, dict):
+            value = value.get("type")
+        if value not in (None, supported, {}, []):
+            message = f"{name}={value!s:.60} must be {json.dumps(supported)}: {fix}."
+            raise BadRequest(message, name, code=code)
+
+
+def _check_size(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
     if (size := len(json.dumps([messages, tools], default=lambda image: ""))) > _MAX_CHARACTERS:
         raise BadRequest(
             f"messages and tools must have at most {_MAX_CHARACTERS:,} characters as JSON, but "
@@ -143,17 +207,6 @@ def parse_request(path: str, body: bytes) -> Request:
             status=413,
             code="context_length_exceeded",
         )
-    return Request(
-        messages=messages,
-        tools=tools,
-        limits=TurnLimits(
-            _max_tokens(fields, chat), _stops(fields, stop), _log_probs(fields, chat)
-        ),
-        stream=stream,
-        usage=stream and _flag(options, "include_usage"),
-        path=path,
-        model=_text(fields, "model", "model") or MODEL,
-    )
 
 
 def parse_json(text: str, field: str) -> Any:
@@ -214,6 +267,12 @@ def _message(value: Any, field: str) -> Message:
     if not isinstance(value, dict):
         raise BadRequest(f"{field}={value!s:.60} must be an object: send a message.", field)
     role = value.get("role")
+    if role is None and "type" in value:
+        raise BadRequest(
+            f"{field}.type={value['type']!s:.60} must be message, reasoning, function_call or "
+            "function_call_output: leave other items out.",
+            field,
+        )
     if not isinstance(role, str) or role not in _ROLES:
         raise BadRequest(
             f"{field}.role={role!s:.60} must be one of {', '.join(_ROLES)}: use one of them.", field
@@ -334,9 +393,12 @@ def _prompt(fields: Mapping[str, Any]) -> str:
 def _tools(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     tools = fields.get("tools") or []
     choice = fields.get("tool_choice")
-    if not isinstance(tools, list) or not all(map(_is_function, tools)):
+    others = [tools] if not isinstance(tools, list) else [t for t in tools if not _is_function(t)]
+    if others:
         raise BadRequest(
-            "tools must be a list of functions with names: send their JSON schemas.", "tools"
+            f"tools must be a list of functions with names, but has {others[0]!s:.60}: send their "
+            "JSON schemas.",
+            "tools",
         )
     if choice not in (None, "auto", "none"):
         raise BadRequest(
@@ -358,16 +420,16 @@ def _is_function(tool: Any) -> bool:
     )
 
 
-def _stops(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
+def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
     stop = fields.get("stop")
     stops = [stop] if isinstance(stop, str) else stop or []
     are_texts = isinstance(stops, list) and all(isinstance(text, str) and text for text in stops)
     num_bytes = sum(len(text.encode()) for text in stops) if are_texts else 0
     if not are_texts or len(stops) > _MAX_STOPS or num_bytes > _MAX_STOP_BYTES:
         raise BadRequest(
-            f"{name}={stop!s:.60} must be at most {_MAX_STOPS} non-empty texts of at most "
+            f"stop={stop!s:.60} must be at most {_MAX_STOPS} non-empty texts of at most "
             f"{_MAX_STOP_BYTES} bytes in total: use fewer.",
-            name,
+            "stop",
         )
     return tuple(stops)
 
@@ -429,12 +491,14 @@ class Answer:
 
     Attributes:
         request: the request that it answers.
-        text: text without the stop string or token that ended it.
+        text: text without the stop string or token that ended it and, for an API that has them
+            apart, without the thought.
         calls: tool calls, with arguments as the policy wrote them.
         finish_reason: finish reason in OpenAI's terms.
         dialog: the dialog with the turn's tokens and, if requested, their log-probs.
         number: index of the answer in its episode.
         stop: the request's stop string that ended the turn, if any.
+        thought: the thought with which the turn began, for an API that has it apart.
     """
 
     request: Request
@@ -444,12 +508,15 @@ class Answer:
     dialog: Dialog
     number: int
     stop: str | None = None
+    thought: str = ""
 
     @classmethod
     def of(cls, request: Request, dialog: Dialog, number: int, parser: Parser) -> Answer:
         """Return the latest turn of a dialog as the answer to a request."""
         text = dialog.responses[-1]
         reason = str(dialog.finish_reason)
+        prefill = dialog.prefill
+        thought = ""
         stop: str | None = None
         calls: Sequence[dict[str, Any]] = []
         if reason == "stop":
@@ -459,17 +526,23 @@ class Answer:
                 text = text[:position]
             if request.tools:
                 calls = _sampled_calls(parser(dialog.speech), number)
+        if request.path == RESPONSES:
+            thought, text = _split_thought(text, prefill)
+            prefill = ""
         if calls:
             reason = "tool_calls"
-            start = without_thoughts(text, dialog.prefill).find("<tool_call>")
+            start = without_thoughts(text, prefill).find("<tool_call>")
             text = text[: max(start, 0)].strip()
-        return cls(request, text, calls, reason, dialog, number, stop)
+        return cls(request, text, calls, reason, dialog, number, stop, thought)
 
     @property
     def message(self) -> Message:
         """Return the answer as a message of a later request."""
         if self.request.path == TEXT:
             return {"role": "", "content": self.text}
+        if self.request.path == RESPONSES:
+            [(_, message)] = responses.messages_of(self.body()["output"])
+            return _message(message, "the answer")
         return _message(
             {"role": "assistant", "content": self.text, "tool_calls": list(self.calls)},
             "the answer",
@@ -478,19 +551,14 @@ class Answer:
     def body(self) -> dict[str, Any]:
         """Return the answer as one object."""
         if self.request.path == ANTHROPIC:
-            return anthropic.body(
-                self.number,
-                self.request.model,
-                self.text,
-                self.calls,
-                self.finish_reason,
-                self.stop,
-                self.dialog,
-            )
+            return anthropic.body(self)
+        log_probs = self._log_probs()
+        if self.request.path == RESPONSES:
+            return responses.body(self, log_probs)
         choice: dict[str, Any] = {
             "index": 0,
             "finish_reason": self.finish_reason,
-            "logprobs": self._log_probs(),
+            "logprobs": log_probs,
         }
         if self.request.path == CHAT:
             choice["message"] = {
@@ -506,6 +574,9 @@ class Answer:
         """Yield the answer as a few stream events; all of it is known at once."""
         if self.request.path == ANTHROPIC:
             yield from anthropic.events(self.body())
+            return
+        if self.request.path == RESPONSES:
+            yield from responses.events(self.body())
             return
         choice = self.body()["choices"][0]
         head = self._head(".chunk")
@@ -567,6 +638,14 @@ class Answer:
             ],
             "refusal": None,
         }
+
+
+def _split_thought(text: str, prefill: str) -> tuple[str, str]:
+    """Return the thought with which a turn begins, without its tags, and the rest."""
+    spoken = without_thoughts(text, prefill)
+    start = len(spoken) - len(spoken.lstrip())
+    thought = _TAG.sub("", text[:start]).strip()
+    return (thought, text[start:]) if thought else ("", text)
 
 
 def _sampled_calls(calls: Sequence[ToolCall], number: int) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,7 +25,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 from torchrl_grpo.integrations.agents.protocol import (
-    ANTHROPIC,
+    COUNT,
+    NAMES_EVENTS,
     PATHS,
     Answer,
     BadRequest,
@@ -69,6 +70,7 @@ class Receiver(Protocol):
     """Interface of an episode, which receives the requests with its key."""
 
     def submit(self, request: Request) -> PendingRequest: ...
+    def count_tokens(self, request: Request) -> int: ...
 
 
 class _Connection(asyncio.StreamReaderProtocol):
@@ -90,8 +92,7 @@ class _Connection(asyncio.StreamReaderProtocol):
 
 
 class Server:
-    """Serves ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/messages`` of any number of
-    episodes.
+    """Serves ``agents.protocol.PATHS`` of any number of episodes.
 
     Args:
         find: function that returns the episode of a key, or None.
@@ -103,6 +104,7 @@ class Server:
     def __init__(self, find: Callable[[str], Receiver | None]) -> None:
         self._find = find
         self._loop = asyncio.new_event_loop()
+        self._counting = ThreadPoolExecutor(1)  # loading a tokenizer takes seconds
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # oldest first
         port_future: Future[int] = Future()
         threading.Thread(
@@ -189,6 +191,10 @@ class Server:
                 f"the method must be POST, but it is {method:.20}: use POST.", status=405
             )
         request = parse_request(path, body)
+        if path == COUNT:
+            count = self._loop.run_in_executor(self._counting, episode.count_tokens, request)
+            client.send_json(200, {"input_tokens": await count})
+            return
         pending = episode.submit(request)
         delivered = False
         try:
@@ -316,8 +322,9 @@ def _keys(headers: dict[str, str]) -> list[str]:
 
 def _events(answer: Answer) -> Iterator[bytes]:
     """Yield an answer as server-sent events."""
+    names_events = answer.request.path in NAMES_EVENTS
     for event in answer.events():
-        name = f"event: {event['type']}\n" if answer.request.path == ANTHROPIC else ""
+        name = f"event: {event['type']}\n" if names_events else ""
         yield f"{name}data: {json.dumps(event)}\n\n".encode()
-    if answer.request.path != ANTHROPIC:
+    if not names_events:
         yield b"data: [DONE]\n\n"

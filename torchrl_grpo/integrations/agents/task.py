@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -21,6 +21,7 @@ from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.images import MAX_PIXELS, images_in
 from torchrl_grpo.integrations.agents.programs import Program, load_program
 from torchrl_grpo.integrations.agents.protocol import (
+    RESPONSES,
     TEXT,
     Answer,
     BadRequest,
@@ -28,6 +29,7 @@ from torchrl_grpo.integrations.agents.protocol import (
     with_data_urls,
 )
 from torchrl_grpo.integrations.agents.server import PendingRequest, Server
+from torchrl_grpo.integrations.responses import response_id
 from torchrl_grpo.tasks.base import (
     Dialog,
     Message,
@@ -50,6 +52,35 @@ _MIN_SCORING_S = 1.0
 
 
 @dataclass
+class TokenCounter:
+    """Counts the tokens of prompts. The tokenizer is loaded for the first one.
+
+    Attributes:
+        tokenizer: arguments of ``load_tokenizer``.
+        template_arguments: arguments of the chat template.
+    """
+
+    tokenizer: Mapping[str, Any]
+    template_arguments: Mapping[str, Any]
+
+    @cached_property
+    def _chats(self) -> Any:
+        from torchrl_grpo.chat.template import ChatEncoder
+        from torchrl_grpo.models.loading import load_tokenizer
+
+        return ChatEncoder(load_tokenizer(**self.tokenizer), self.template_arguments)
+
+    def __call__(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> int:
+        """Return the number of tokens of a chat, with the beginning of the policy's turn.
+
+        Raises:
+            ValueError: the chat template rejects the chat, or leaves out a part of it.
+        """
+        tools = list(tools)
+        return len(self._chats.tokens(messages, tools=tools or None, add_generation_prompt=True))
+
+
+@dataclass
 class _Sample:
     """One sample of an episode: the chat of its tokens, including the policy's answer."""
 
@@ -64,6 +95,7 @@ class _Episode:
     Args:
         opening: the dialog before its first turn.
         max_pixels: maximum number of pixels of an image.
+        counter: counts the tokens of a chat with tools; None without a tokenizer.
 
     Attributes:
         answer_count: number of the policy's turns that answered a request.
@@ -73,8 +105,14 @@ class _Episode:
         result: the agent's result, once it has ended.
     """
 
-    def __init__(self, opening: Dialog, max_pixels: int = MAX_PIXELS) -> None:
+    def __init__(
+        self,
+        opening: Dialog,
+        max_pixels: int = MAX_PIXELS,
+        counter: TokenCounter | None = None,
+    ) -> None:
         self._opening = opening
+        self._counter = counter
         self._max_pixels = max_pixels
         self.key = secrets.token_urlsafe(24)
         self.answer_count = 0
@@ -89,6 +127,7 @@ class _Episode:
         self._samples: list[_Sample] = []
         self._sample = 0
         self._is_new_sample = False  # whether the pending request begins a sample
+        self._stored: dict[str, list[Message]] = {}  # chats by the id of their last answer
         self._last_answer: tuple[PendingRequest, list[Message]] | None = (
             None  # with the chat that includes it
         )
@@ -99,6 +138,34 @@ class _Episode:
         Raises:
             BadRequest: it has tools or images, which the prompt would not show.
         """
+        self._check(request)
+        pending = PendingRequest(request)
+        self._events.put(pending)
+        if self._close_reason is not None:  # closed in the meantime
+            self._refuse_all(self._close_reason)
+        return pending
+
+    def count_tokens(self, request: Request) -> int:
+        """Return the number of tokens of a prompt with a request's whole chat; called in a thread
+        of the server.
+
+        Raises:
+            BadRequest: it cannot be counted.
+        """
+        self._check(request)
+        if self._counter is None or images_in(request.messages):
+            raise BadRequest(
+                "messages must be texts, and the task must know the tokenizer, to be counted: send "
+                "the request itself, whose usage has the number.",
+                "messages",
+            )
+        try:
+            return self._counter(request.messages, request.tools)
+        except ValueError as error:
+            raise BadRequest(str(error), "messages") from error
+
+    def _check(self, request: Request) -> None:
+        """Refuse tools and images that the prompt would not show."""
         roles = {m["role"] for m in request.messages if images_in([m])}
         if unread := roles.difference(self._opening.image_roles):
             raise BadRequest(
@@ -114,11 +181,6 @@ class _Episode:
                 "tools.",
                 "tools",
             )
-        pending = PendingRequest(request)
-        self._events.put(pending)
-        if self._close_reason is not None:  # closed in the meantime
-            self._refuse_all(self._close_reason)
-        return pending
 
     def submit_result(self, result: Future[float | None]) -> None:
         """Queue the agent's end; called in any thread."""
@@ -140,9 +202,9 @@ class _Episode:
         chat.
 
         Raises:
-            BadRequest: one of their images is broken.
+            BadRequest: one of their images is broken, or the answer that they continue is unknown.
         """
-        request = pending.request
+        request = pending.request = self._with_history(pending.request)
         chat = list(request.messages)
         candidates = [(len(self._samples), chat)]
         for number, sample in enumerate(self._samples):
@@ -163,6 +225,20 @@ class _Episode:
         if self._is_new_sample:
             self._samples.append(_Sample(chat, request.tools, request.path))
         return Turn(messages, None, tools=request.tools, sample=self._sample, limits=request.limits)
+
+    def _with_history(self, request: Request) -> Request:
+        """Return a request with the chat that its ``previous_response_id`` names, if it has one."""
+        previous = request.fields.get("previous_response_id")
+        if request.path != RESPONSES or previous is None:
+            return request
+        if previous not in self._stored:
+            raise BadRequest(
+                f"previous_response_id={previous:.60} must name a stored answer of this "
+                "episode: send the whole input, or leave out store=false.",
+                "previous_response_id",
+                code="previous_response_not_found",
+            )
+        return request.after(self._stored[previous])
 
     def answer(self, dialog: Dialog, parser: Parser) -> None:
         """Answer the pending request with the policy's turn."""
@@ -191,7 +267,11 @@ class _Episode:
         self._last_answer = None
         if pending.delivered.result(max(0.0, deadline - time.monotonic())):
             self._samples[self._sample].chat = chat
-            self.delivered.append(self.answer_count - 1)
+            number = self.answer_count - 1
+            self.delivered.append(number)
+            request = pending.request
+            if request.path == RESPONSES and request.fields.get("store") is not False:
+                self._stored[response_id(number)] = chat[request.num_instructions :]
             return False
         if self._is_new_sample:
             self._samples.pop()
@@ -248,6 +328,7 @@ class WithAgent(WrappedTask):
         program: the agent.
         parser: finds tool calls in the policy's text.
         max_pixels: maximum number of pixels of an image.
+        counter: counts the tokens of a chat with tools; None refuses to count.
     """
 
     def __init__(
@@ -256,8 +337,10 @@ class WithAgent(WrappedTask):
         program: Program,
         parser: Parser = parse_tool_calls,
         max_pixels: int = MAX_PIXELS,
+        counter: TokenCounter | None = None,
     ) -> None:
         super().__init__(task)
+        self.counter = counter
         self.max_pixels = max_pixels
         self.program = program
         self.parser = parser
@@ -354,7 +437,7 @@ class WithAgent(WrappedTask):
     def _start(self, dialog: Dialog) -> None:
         if self._server is None:
             self._server = Server(self._keys.get)
-        episode = _Episode(dialog, self.max_pixels)
+        episode = _Episode(dialog, self.max_pixels, self.counter)
         self._episodes[dialog.episode] = self._keys[episode.key] = episode
         result, episode.end = self.program.start(
             self._problem(dialog.problem), self._server.url, episode.key
@@ -430,6 +513,23 @@ class WithAgent(WrappedTask):
             state.close()
 
 
-def with_agent(task: Task, spec: str, parser: Parser, max_pixels: int) -> WithAgent:
-    """Wrap a task in the agent that ``env.agent`` names; see ``load_program``."""
-    return WithAgent(task, load_program(spec), parser, max_pixels)
+def with_agent(
+    task: Task,
+    spec: str,
+    parser: Parser,
+    max_pixels: int,
+    tokenizer: Mapping[str, Any] | None,
+    template_arguments: Mapping[str, Any] | None,
+) -> WithAgent:
+    """Wrap a task in the agent that ``env.agent`` names; see ``load_program``.
+
+    Args:
+        task: the task with the problems and the scorer.
+        spec: see ``load_program``.
+        parser: finds tool calls in the policy's text.
+        max_pixels: maximum number of pixels of an image.
+        tokenizer: arguments of ``load_tokenizer``; None without one.
+        template_arguments: arguments of the chat template.
+    """
+    counter = TokenCounter(tokenizer, template_arguments or {}) if tokenizer else None
+    return WithAgent(task, load_program(spec), parser, max_pixels, counter)

@@ -33,6 +33,7 @@ from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.integrations.agents import WithAgent
 from torchrl_grpo.integrations.agents.programs import Function
+from torchrl_grpo.integrations.agents.task import TokenCounter
 from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
@@ -190,6 +191,23 @@ async def guessing(client, problem):
     return total
 
 
+async def responding(client, problem):
+    """Play the same game by the Responses API, whose server keeps the dialog."""
+    game = Number()
+    total = 0.0
+    text, previous = game.reset(problem["seed"]), None
+    for _ in range(3):
+        answer = await client.responses.create(
+            model="policy", input=text, previous_response_id=previous
+        )
+        text, reward, done = game.step(answer.output_text)
+        total += reward
+        if done:
+            break
+        previous = answer.id
+    return total
+
+
 def as_game():
     return WithEnvironment(
         SeedsTask(40), {"": Kind(Number, [], parse_tool_calls)}, rewards=None, at_a_time=16
@@ -202,6 +220,10 @@ PAIRS = {
         lambda: WithAgent(ArithmeticTask(), Function(retrying(ArithmeticTask()))),
     ),
     "an environment": (as_game, lambda: WithAgent(SeedsTask(40), Function(guessing))),
+    "an agent of another API": (
+        lambda: WithAgent(SeedsTask(40), Function(guessing)),
+        lambda: WithAgent(SeedsTask(40), Function(responding)),
+    ),
 }
 
 
@@ -223,6 +245,20 @@ def test_an_agent_gives_the_tokens_rewards_and_loss_of_the_same_game(starter, ki
     assert of_one == of_two
     assert of_one[1] > 0
     assert len({int(row[keys.ASSISTANT_MASK].sum()) for row in one.unbind(0)}) > 2
+
+
+def test_counted_tokens_are_those_of_the_prompt_and_no_turn(starter):
+    async def play(client, problem):
+        wants = {"model": "policy", "max_tokens": 3, "messages": problem["messages"]}
+        count, answer = [
+            await client.post(path, body=wants, cast_to=object)
+            for path in ("/messages/count_tokens", "/messages")
+        ]
+        return float(count["input_tokens"] == answer["usage"]["input_tokens"] > 0)
+
+    task = agent_task(play)
+    task.counter = TokenCounter({"name": "starter"})
+    assert collector(starter, task, turns=1).rollout()[keys.REWARD].sum() == 8
 
 
 def test_what_an_agent_does_wrong_costs_its_dialog_and_no_other(starter):

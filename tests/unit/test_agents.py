@@ -24,14 +24,14 @@ from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.integrations.agents import load_program, programs
 from torchrl_grpo.integrations.agents.programs import Command, Function, printed_reward
 from torchrl_grpo.integrations.agents.protocol import (
-    ANTHROPIC,
     CHAT,
+    PATHS,
     TEXT,
     BadRequest,
     parse_request,
 )
 from torchrl_grpo.integrations.agents.server import MAX_BODY_BYTES, Receiver, Server
-from torchrl_grpo.integrations.agents.task import _Episode
+from torchrl_grpo.integrations.agents.task import TokenCounter, _Episode
 from torchrl_grpo.tasks.base import Dialog, Problem, Score, Turn, TurnLimits
 
 openai = pytest.importorskip("openai")
@@ -337,7 +337,7 @@ def test_half_of_a_surrogate_pair_is_replaced_and_a_whole_one_kept():
     assert chat_request.messages == [{"role": "user", "content": "\ufffd"}]
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT, ANTHROPIC])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "body, reason",
     [
@@ -396,7 +396,9 @@ def test_strangers_that_only_connect_leave_files_for_others():
     def connect() -> socket.socket:
         return socket.create_connection((place.hostname, place.port), timeout=20)
 
-    server = Server(lambda key: cast("Receiver", "an episode") if key == "key" else None)
+    server = Server(
+        lambda key: cast("Receiver", "an episode") if key == "key" else None, TokenCounter()
+    )
     place = urlsplit(server.url)
     known = http.client.HTTPConnection(place.hostname, place.port, timeout=20)
 
@@ -416,7 +418,7 @@ def test_strangers_that_only_connect_leave_files_for_others():
 
 
 def test_a_question_for_the_head_alone_is_no_error_of_the_server(caplog):
-    place = urlsplit(Server(lambda key: None).url)
+    place = urlsplit(Server(lambda key: None, TokenCounter()).url)
     with socket.create_connection((place.hostname, place.port), timeout=20) as connection:
         connection.sendall(b"HEAD / HTTP/1.1\r\nHost: a\r\n\r\n")
         while connection.recv(2**16):

@@ -8,8 +8,11 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.support.agents import PROBLEM, agent_task, own_score, played
+from torchrl_grpo.integrations.agents.task import TokenCounter
+from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.base import Dialog, Turn, TurnLimits
 
 needed = ("anthropic", "openai")  # not importorskip: each pytest process collects this file
@@ -158,3 +161,32 @@ def test_unsupported_request_fields_are_errors_in_anthropics_format(wrong, messa
 
     _, end = played(agent_task(play), lambda turn: "yes")
     assert end.score == own_score(1.0)
+
+
+def test_tokens_are_counted_before_a_request_and_only_with_the_tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(starter_path())
+    chat = [{"role": "system", "content": "Add."}, user("1+1=?")]
+    prompt = tokenizer.apply_chat_template(
+        chat, tools=[OURS], add_generation_prompt=True, tokenize=False
+    )
+
+    async def play(client, problem):
+        wants: dict[str, Any] = {"model": "any", "system": "Add.", "messages": chat[1:]}
+        async with of(client) as claude:
+            if task.counter.tokenizer is None:
+                with pytest.raises(import_module("anthropic").BadRequestError) as error:
+                    await claude.messages.count_tokens(**wants)
+                message = error.value.body["error"]["message"]
+                assert message.startswith("messages must be texts, and the task must know")
+            else:
+                count = await claude.messages.count_tokens(**wants, tools=[ADD])
+                assert count.input_tokens == len(tokenizer(prompt).input_ids)
+            await claude.messages.create(**wants, max_tokens=9)
+        return 1
+
+    for counter in (TokenCounter({"name": "starter"}), TokenCounter()):
+        task = agent_task(play)
+        task.counter = counter
+        turns, end = played(task, lambda turn: "yes")
+        assert len(turns) == 1
+        assert end.score == own_score(1.0)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_grpo.integrations.agents.protocol import Answer
 
+NAMES = {"stop": "stop_sequences"}
+"""Names of fields of chat completions here."""
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _THOUGHTS = ("thinking", "redacted_thinking")
 

@@ -14,18 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_grpo.integrations.agents.protocol import Answer
 
-FIXED = {
-    "background": (False, "wait for the answer"),
-    "context_management": (None, "send a shorter input"),
-    "conversation": (None, "use previous_response_id"),
-    "max_tokens": (None, "use max_output_tokens"),
-    "messages": (None, "use input"),
-    "prompt": (None, "use instructions and input"),
-    "response_format": (None, "use text.format"),
-    "stop": (None, "leave it out, because this API has no stop strings"),
-    "truncation": ("disabled", "send a shorter input"),
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "prompt_template": "prompt",
 }
-"""Fields with a single supported value, and the fix for other values."""
+"""Names of fields of chat completions here."""
 _ANSWER = ("reasoning", "message", "function_call")
 """Types of the items of an answer, in their order."""
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id")
@@ -42,21 +37,23 @@ def as_openai(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     items = fields.get("input")
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
-    messages = items
     if items and isinstance(items, list):
         chat += messages_of(items)
-        messages = [message for _, message in chat]
+        items = [message for _, message in chat]
     text = fields.get("text")
     tools = fields.get("tools")
     choice = fields.get("tool_choice")
     request = {
         **fields,
-        "messages": messages,
+        "messages": items,
         "tools": [_tool(tool) for tool in tools] if isinstance(tools, list) else tools,
         "tool_choice": choice.get("type") if isinstance(choice, dict) else choice,
-        "max_tokens": fields.get("max_output_tokens"),
-        "response_format": text.get("format") if isinstance(text, dict) else text,
-        "logprobs": "message.output_text.logprobs" in (fields.get("include") or ()),
+        "max_tokens": fields.get("max_output_tokens", fields.get("max_tokens")),
+        "response_format": text.get("format")
+        if isinstance(text, dict)
+        else text or fields.get("response_format"),
+        "prompt_template": fields.get("prompt"),
+        "logprobs": "message.output_text.logprobs" in str(fields.get("include")),
     }
     return request, [name for name, _ in chat]
 
@@ -81,7 +78,8 @@ def messages_of(items: Sequence[Any]) -> list[tuple[str, Any]]:
         rank_before = rank
         message = chat[-1][1]
         if kind == "reasoning":
-            message["reasoning_content"] = _reasoning(item)
+            parts = item.get("content") or item.get("encrypted_content") or item.get("summary")
+            message["reasoning_content"] = _content(parts)
         elif kind == "message":
             message["content"] = _content(item.get("content"))
         else:
@@ -101,15 +99,6 @@ def _other(item: Any, kind: Any) -> Any:
     return item
 
 
-def _reasoning(item: Mapping[str, Any]) -> Any:
-    """Return the text of a reasoning item; anything else is unchanged."""
-    parts = item.get("content") or item.get("encrypted_content") or item.get("summary")
-    if not isinstance(parts, list):
-        return parts
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    return "\n".join(texts) if all(isinstance(text, str) for text in texts) else parts
-
-
 def _content(content: Any) -> Any:
     return list(map(_part, content)) if isinstance(content, list) else content
 
@@ -117,7 +106,7 @@ def _content(content: Any) -> Any:
 def _part(part: Any) -> Any:
     """Return a text or an image in the form of a chat; other parts are unchanged."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind in ("input_text", "output_text"):
+    if kind in ("input_text", "output_text", "reasoning_text", "summary_text"):
         return {"type": "text", "text": part.get("text")}
     if kind == "input_image":
         return {"type": "image_url", "image_url": part.get("image_url")}
@@ -140,13 +129,8 @@ def response_id(number: int) -> str:
     return f"resp_{number}"
 
 
-def body(answer: Answer, log_probs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return an answer as one object.
-
-    Args:
-        answer: the answer.
-        log_probs: log-probs of its tokens, in the form of chat completions.
-    """
+def body(answer: Answer) -> dict[str, Any]:
+    """Return an answer as one object."""
     number, fields, thought = answer.number, answer.request.fields, answer.thought
     is_cut = answer.finish_reason == "length"
     status = {"status": "incomplete" if is_cut else "completed"}
@@ -154,12 +138,12 @@ def body(answer: Answer, log_probs: Mapping[str, Any] | None) -> dict[str, Any]:
     if thought:
         content = [{"type": "reasoning_text", "text": thought}]
         item = {"type": "reasoning", "id": f"rs_{number}", "summary": [], "content": content}
-        if "reasoning.encrypted_content" in (fields.get("include") or ()):
+        if "reasoning.encrypted_content" in str(fields.get("include")):
             item["encrypted_content"] = thought
         output.append(item | status)
     if answer.text or not (output or answer.calls):
         part = {"type": "output_text", "text": answer.text, "annotations": []}
-        part["logprobs"] = log_probs["content"] if log_probs else []
+        part["logprobs"] = answer.log_probs["content"] if answer.log_probs else []
         item = {"type": "message", "id": f"msg_{number}", "role": "assistant", "content": [part]}
         output.append(item | status)
     for index, call in enumerate(answer.calls):

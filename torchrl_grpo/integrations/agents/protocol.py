@@ -27,10 +27,9 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 RESPONSES = "/v1/responses"
 ANTHROPIC, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 PATHS = (CHAT, TEXT, RESPONSES, ANTHROPIC, COUNT)
-NAMES_EVENTS = (RESPONSES, ANTHROPIC)
-"""Paths whose streams name each event, and end without ``[DONE]``."""
+APIS = {RESPONSES: responses, ANTHROPIC: anthropic, COUNT: anthropic}
+"""For each path of another API, the module that translates its requests and answers."""
 MODEL = "policy"
-_UNKNOWN = "unknown_parameter"
 T = TypeVar("T")
 
 IMAGE_ROLES = ("user", "tool")
@@ -47,15 +46,6 @@ _MAX_CHARACTERS = 500_000
 """Maximum size of a chat and its tools as JSON, without images, because a worker's answers are
 limited.
 """
-_NAMES = {
-    ANTHROPIC: {"stop": "stop_sequences"},
-    RESPONSES: {
-        "messages": "input",
-        "max_tokens": "max_output_tokens",
-        "response_format": "text.format",
-    },
-}
-"""What another API calls a field of OpenAI's chat completions."""
 _FIXED = {
     "n": (1, "send one request per answer"),
     "best_of": (1, "leave it out"),
@@ -65,6 +55,11 @@ _FIXED = {
     "response_format": ("text", "describe the form of the answer in the prompt"),
     "functions": (None, "use tools"),
     "function_call": (None, "use tools"),
+    "background": (False, "wait for the answer"),
+    "context_management": (None, "send a shorter input"),
+    "conversation": (None, "use previous_response_id"),
+    "prompt_template": (None, "use instructions and input"),
+    "truncation": ("disabled", "send a shorter input"),
 }
 """Fields with a single supported value, and the fix for other values."""
 
@@ -90,12 +85,12 @@ class BadRequest(Exception):
     def body(self, path: str = CHAT) -> dict[str, Any]:
         """Return the error in the form of the path's own API."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
-        api = ANTHROPIC if path == COUNT else path
         message, param = str(self), self.param
-        name = None if self.code == _UNKNOWN else _NAMES.get(api, {}).get(param or "")
-        if param and name:
-            param, message = name, message.replace(param, name, 1)
-        if api == ANTHROPIC:
+        api = APIS.get(path)
+        if api and param in api.NAMES:
+            message = message.replace(param, api.NAMES[param], 1)
+            param = api.NAMES[param]
+        if api is anthropic:
             return {"type": "error", "error": {"type": kind, "message": message}}
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
@@ -157,20 +152,20 @@ def parse_request(path: str, body: bytes) -> Request:
         raise BadRequest(f"the body must be an object, but it is {text[:60]!r}: send an object.")
     message_names: Sequence[str] = ()
     own_fields = fields
-    if path in (ANTHROPIC, COUNT):
-        fields, message_names = anthropic.as_openai(fields)
-    elif path == RESPONSES:
-        _check_fixed(fields, responses.FIXED, _UNKNOWN)
-        _text(fields, "previous_response_id", "previous_response_id")
-        _optional(fields, "include", list, "must be a list: leave it out")
-        _flag(fields, "store")
-        fields, message_names = responses.as_openai(fields)
-    _check_fixed(fields, _FIXED)
+    if api := APIS.get(path):
+        fields, message_names = api.as_openai(fields)
+    for name, (supported, fix) in _FIXED.items():
+        value = fields.get(name)
+        if name == "response_format" and isinstance(value, dict):
+            value = value.get("type")
+        if value not in (None, supported, {}, []):
+            message = f"{name}={value!s:.60} must be {json.dumps(supported)}: {fix}."
+            raise BadRequest(message, name)
     chat = path != TEXT
     stream = _flag(fields, "stream")
     options = _optional(fields, "stream_options", dict, "must be an object: leave it out") or {}
     messages = (
-        _messages(fields, message_names) if chat else [{("role"): "", "content": _prompt(fields)}]
+        _messages(fields, message_names) if chat else [{"role": "", "content": _prompt(fields)}]
     )
     tools = _tools(fields) if chat else []
     _check_size(messages, tools)
@@ -184,18 +179,6 @@ def parse_request(path: str, body: bytes) -> Request:
         model=_text(fields, "model", "model") or MODEL,
         fields=own_fields,
     )
-
-
-def _check_fixed(
-    fields: Mapping[str, Any], fixed: Mapping[str, tuple[Any, str]], code: str | None = None
-) -> None:
-    for name, (supported, fix) in fixed.items():
-        value = fields.get(name)
-        if name == "response_format" and isinstance(value, dict):
-            value = value.get("type")
-        if value not in (None, supported, {}, []):
-            message = f"{name}={value!s:.60} must be {json.dumps(supported)}: {fix}."
-            raise BadRequest(message, name, code=code)
 
 
 def _check_size(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
@@ -300,6 +283,8 @@ def _message(value: Any, field: str) -> Message:
                 field,
             )
         message["tool_calls"] = [_call(call, f"{field}.tool_calls") for call in calls]
+    if isinstance(thought := value.get("reasoning_content"), list):
+        value = value | {"reasoning_content": _content(thought, "", f"{field}.reasoning_content")}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if text := _text(value, name, f"{field}.{name}"):
             message[name] = text
@@ -540,25 +525,17 @@ class Answer:
         """Return the answer as a message of a later request."""
         if self.request.path == TEXT:
             return {"role": "", "content": self.text}
-        if self.request.path == RESPONSES:
-            [(_, message)] = responses.messages_of(self.body()["output"])
-            return _message(message, "the answer")
-        return _message(
-            {"role": "assistant", "content": self.text, "tool_calls": list(self.calls)},
-            "the answer",
-        )
+        message = {"role": "assistant", "content": self.text, "tool_calls": list(self.calls)}
+        return _message(message | {"reasoning_content": self.thought}, "the answer")
 
     def body(self) -> dict[str, Any]:
         """Return the answer as one object."""
-        if self.request.path == ANTHROPIC:
-            return anthropic.body(self)
-        log_probs = self._log_probs()
-        if self.request.path == RESPONSES:
-            return responses.body(self, log_probs)
+        if api := APIS.get(self.request.path):
+            return api.body(self)
         choice: dict[str, Any] = {
             "index": 0,
             "finish_reason": self.finish_reason,
-            "logprobs": log_probs,
+            "logprobs": self.log_probs,
         }
         if self.request.path == CHAT:
             choice["message"] = {
@@ -572,11 +549,8 @@ class Answer:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the answer as a few stream events; all of it is known at once."""
-        if self.request.path == ANTHROPIC:
-            yield from anthropic.events(self.body())
-            return
-        if self.request.path == RESPONSES:
-            yield from responses.events(self.body())
+        if api := APIS.get(self.request.path):
+            yield from api.events(self.body())
             return
         choice = self.body()["choices"][0]
         head = self._head(".chunk")
@@ -618,7 +592,9 @@ class Answer:
             "total_tokens": prompt + sampled,
         }
 
-    def _log_probs(self) -> dict[str, Any] | None:
+    @property
+    def log_probs(self) -> dict[str, Any] | None:
+        """Log-probs of the turn's tokens; None if the request has not asked for them."""
         if not self.request.limits.log_probs:
             return None
         pieces = self.dialog.log_probs

@@ -25,8 +25,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 from torchrl_grpo.integrations.agents.protocol import (
+    APIS,
     COUNT,
-    NAMES_EVENTS,
     PATHS,
     Answer,
     BadRequest,
@@ -70,7 +70,6 @@ class Receiver(Protocol):
     """Interface of an episode, which receives the requests with its key."""
 
     def submit(self, request: Request) -> PendingRequest: ...
-    def count_tokens(self, request: Request) -> int: ...
 
 
 class _Connection(asyncio.StreamReaderProtocol):
@@ -96,13 +95,17 @@ class Server:
 
     Args:
         find: function that returns the episode of a key, or None.
+        count: function that returns the number of tokens of a request's prompt.
 
     Attributes:
         url: base URL for an OpenAI client.
     """
 
-    def __init__(self, find: Callable[[str], Receiver | None]) -> None:
+    def __init__(
+        self, find: Callable[[str], Receiver | None], count: Callable[[Request], int]
+    ) -> None:
         self._find = find
+        self._count = count
         self._loop = asyncio.new_event_loop()
         self._counting = ThreadPoolExecutor(1)  # loading a tokenizer takes seconds
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # oldest first
@@ -192,7 +195,7 @@ class Server:
             )
         request = parse_request(path, body)
         if path == COUNT:
-            count = self._loop.run_in_executor(self._counting, episode.count_tokens, request)
+            count = self._loop.run_in_executor(self._counting, self._count, request)
             client.send_json(200, {"input_tokens": await count})
             return
         pending = episode.submit(request)
@@ -322,7 +325,7 @@ def _keys(headers: dict[str, str]) -> list[str]:
 
 def _events(answer: Answer) -> Iterator[bytes]:
     """Yield an answer as server-sent events."""
-    names_events = answer.request.path in NAMES_EVENTS
+    names_events = answer.request.path in APIS
     for event in answer.events():
         name = f"event: {event['type']}\n" if names_events else ""
         yield f"{name}data: {json.dumps(event)}\n\n".encode()

@@ -56,28 +56,40 @@ class TokenCounter:
     """Counts the tokens of prompts. The tokenizer is loaded for the first one.
 
     Attributes:
-        tokenizer: arguments of ``load_tokenizer``.
+        tokenizer: arguments of ``load_tokenizer``; None refuses to count.
         template_arguments: arguments of the chat template.
     """
 
-    tokenizer: Mapping[str, Any]
-    template_arguments: Mapping[str, Any]
+    tokenizer: Mapping[str, Any] | None = None
+    template_arguments: Mapping[str, Any] | None = None
 
     @cached_property
     def _chats(self) -> Any:
         from torchrl_grpo.chat.template import ChatEncoder
         from torchrl_grpo.models.loading import load_tokenizer
 
-        return ChatEncoder(load_tokenizer(**self.tokenizer), self.template_arguments)
+        return ChatEncoder(load_tokenizer(**self.tokenizer or {}), self.template_arguments or {})
 
-    def __call__(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> int:
-        """Return the number of tokens of a chat, with the beginning of the policy's turn.
+    def __call__(self, request: Request) -> int:
+        """Return the number of tokens of the prompt with a request's whole chat.
 
         Raises:
-            ValueError: the chat template rejects the chat, or leaves out a part of it.
+            BadRequest: it cannot be counted.
         """
-        tools = list(tools)
-        return len(self._chats.tokens(messages, tools=tools or None, add_generation_prompt=True))
+        if self.tokenizer is None or images_in(request.messages):
+            raise BadRequest(
+                "messages must be texts, and the task must know the tokenizer, to be counted: send "
+                "the request itself, whose usage has the number.",
+                "messages",
+            )
+        chat, tools = request.messages, list(request.tools) or None
+        try:
+            return len(self._chats.tokens(chat, tools=tools, add_generation_prompt=True))
+        except ValueError as error:
+            raise BadRequest(str(error), "messages") from error
+
+
+_NO_COUNTER = TokenCounter()
 
 
 @dataclass
@@ -95,7 +107,6 @@ class _Episode:
     Args:
         opening: the dialog before its first turn.
         max_pixels: maximum number of pixels of an image.
-        counter: counts the tokens of a chat with tools; None without a tokenizer.
 
     Attributes:
         answer_count: number of the policy's turns that answered a request.
@@ -105,14 +116,8 @@ class _Episode:
         result: the agent's result, once it has ended.
     """
 
-    def __init__(
-        self,
-        opening: Dialog,
-        max_pixels: int = MAX_PIXELS,
-        counter: TokenCounter | None = None,
-    ) -> None:
+    def __init__(self, opening: Dialog, max_pixels: int = MAX_PIXELS) -> None:
         self._opening = opening
-        self._counter = counter
         self._max_pixels = max_pixels
         self.key = secrets.token_urlsafe(24)
         self.answer_count = 0
@@ -138,34 +143,6 @@ class _Episode:
         Raises:
             BadRequest: it has tools or images, which the prompt would not show.
         """
-        self._check(request)
-        pending = PendingRequest(request)
-        self._events.put(pending)
-        if self._close_reason is not None:  # closed in the meantime
-            self._refuse_all(self._close_reason)
-        return pending
-
-    def count_tokens(self, request: Request) -> int:
-        """Return the number of tokens of a prompt with a request's whole chat; called in a thread
-        of the server.
-
-        Raises:
-            BadRequest: it cannot be counted.
-        """
-        self._check(request)
-        if self._counter is None or images_in(request.messages):
-            raise BadRequest(
-                "messages must be texts, and the task must know the tokenizer, to be counted: send "
-                "the request itself, whose usage has the number.",
-                "messages",
-            )
-        try:
-            return self._counter(request.messages, request.tools)
-        except ValueError as error:
-            raise BadRequest(str(error), "messages") from error
-
-    def _check(self, request: Request) -> None:
-        """Refuse tools and images that the prompt would not show."""
         roles = {m["role"] for m in request.messages if images_in([m])}
         if unread := roles.difference(self._opening.image_roles):
             raise BadRequest(
@@ -181,6 +158,11 @@ class _Episode:
                 "tools.",
                 "tools",
             )
+        pending = PendingRequest(request)
+        self._events.put(pending)
+        if self._close_reason is not None:  # closed in the meantime
+            self._refuse_all(self._close_reason)
+        return pending
 
     def submit_result(self, result: Future[float | None]) -> None:
         """Queue the agent's end; called in any thread."""
@@ -231,14 +213,15 @@ class _Episode:
         previous = request.fields.get("previous_response_id")
         if request.path != RESPONSES or previous is None:
             return request
-        if previous not in self._stored:
+        history = self._stored.get(str(previous))
+        if history is None:
             raise BadRequest(
-                f"previous_response_id={previous:.60} must name a stored answer of this "
+                f"previous_response_id={previous!s:.60} must name a stored answer of this "
                 "episode: send the whole input, or leave out store=false.",
                 "previous_response_id",
                 code="previous_response_not_found",
             )
-        return request.after(self._stored[previous])
+        return request.after(history)
 
     def answer(self, dialog: Dialog, parser: Parser) -> None:
         """Answer the pending request with the policy's turn."""
@@ -328,7 +311,7 @@ class WithAgent(WrappedTask):
         program: the agent.
         parser: finds tool calls in the policy's text.
         max_pixels: maximum number of pixels of an image.
-        counter: counts the tokens of a chat with tools; None refuses to count.
+        counter: counts the tokens of prompts.
     """
 
     def __init__(
@@ -337,7 +320,7 @@ class WithAgent(WrappedTask):
         program: Program,
         parser: Parser = parse_tool_calls,
         max_pixels: int = MAX_PIXELS,
-        counter: TokenCounter | None = None,
+        counter: TokenCounter = _NO_COUNTER,
     ) -> None:
         super().__init__(task)
         self.counter = counter
@@ -436,8 +419,8 @@ class WithAgent(WrappedTask):
 
     def _start(self, dialog: Dialog) -> None:
         if self._server is None:
-            self._server = Server(self._keys.get)
-        episode = _Episode(dialog, self.max_pixels, self.counter)
+            self._server = Server(self._keys.get, self.counter)
+        episode = _Episode(dialog, self.max_pixels)
         self._episodes[dialog.episode] = self._keys[episode.key] = episode
         result, episode.end = self.program.start(
             self._problem(dialog.problem), self._server.url, episode.key
@@ -514,22 +497,15 @@ class WithAgent(WrappedTask):
 
 
 def with_agent(
-    task: Task,
-    spec: str,
-    parser: Parser,
-    max_pixels: int,
-    tokenizer: Mapping[str, Any] | None,
-    template_arguments: Mapping[str, Any] | None,
+    task: Task, spec: str, parser: Parser, max_pixels: int, *counter: Mapping[str, Any] | None
 ) -> WithAgent:
     """Wrap a task in the agent that ``env.agent`` names; see ``load_program``.
 
     Args:
-        task: the task with the problems and the scorer.
+        task: see ``WithAgent``.
         spec: see ``load_program``.
-        parser: finds tool calls in the policy's text.
-        max_pixels: maximum number of pixels of an image.
-        tokenizer: arguments of ``load_tokenizer``; None without one.
-        template_arguments: arguments of the chat template.
+        parser: see ``WithAgent``.
+        max_pixels: see ``WithAgent``.
+        *counter: arguments of ``TokenCounter``.
     """
-    counter = TokenCounter(tokenizer, template_arguments or {}) if tokenizer else None
-    return WithAgent(task, load_program(spec), parser, max_pixels, counter)
+    return WithAgent(task, load_program(spec), parser, max_pixels, TokenCounter(*counter))

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torchrl_grpo.integrations.agents.protocol import Answer
+from typing import Any
 
 NAMES = {"stop": "stop_sequences"}
 """Names of fields of chat completions here."""
@@ -101,8 +98,12 @@ def _tool(tool: Any) -> Any:
     return {"type": "function", "function": function | description}
 
 
-def body(answer: Answer) -> dict[str, Any]:
-    """Return an answer as one object."""
+def body(answer: Any) -> dict[str, Any]:
+    """Return an answer as one object.
+
+    Args:
+        answer: an ``agents.protocol.Answer``.
+    """
     uses = [
         {
             "type": "tool_use",

@@ -9,10 +9,7 @@ order. Source: OpenAI's API reference, responses.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torchrl_grpo.integrations.agents.protocol import Answer
+from typing import Any
 
 NAMES = {
     "messages": "input",
@@ -129,8 +126,12 @@ def response_id(number: int) -> str:
     return f"resp_{number}"
 
 
-def body(answer: Answer) -> dict[str, Any]:
-    """Return an answer as one object."""
+def body(answer: Any) -> dict[str, Any]:
+    """Return an answer as one object.
+
+    Args:
+        answer: an ``agents.protocol.Answer``.
+    """
     number, fields, thought = answer.number, answer.request.fields, answer.thought
     is_cut = answer.finish_reason == "length"
     status = {"status": "incomplete" if is_cut else "completed"}

@@ -192,7 +192,7 @@ def _events(response: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
     for index, item in enumerate(response["output"]):
         place = {"output_index": index, "item_id": item["id"]}
         is_call = item["type"] == "function_call"
-        empty = {"arguments": ""} if is_call else {"content": []}
+        empty = {"arguments": ""} if is_call else {"content": list[Any]()}
         in_progress = {**item, **empty, "status": "in_progress"}
         yield "output_item.added", {"output_index": index, "item": in_progress}
         if is_call:

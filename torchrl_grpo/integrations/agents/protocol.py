@@ -87,7 +87,7 @@ class BadRequest(Exception):
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
         message, param = str(self), self.param
         api = APIS.get(path)
-        if api and param in api.NAMES:
+        if api and param and param in api.NAMES:
             message = message.replace(param, api.NAMES[param], 1)
             param = api.NAMES[param]
         if api is anthropic:

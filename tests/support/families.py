@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.support.weights import Trained
 from torchrl_grpo.generation.base import Engine, SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.models.loading import add_lora, enable_gradient_checkpointing
 from torchrl_grpo.models.scoring import TokenScorer
-from torchrl_grpo.weights import named_weights
+from torchrl_grpo.weights import ObjectSender, named_weights
+from torchrl_grpo.weights.adapters import AdapterSender
 
 VOCABULARY, CONTEXT = 128, 256
 IDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -199,11 +201,12 @@ def in_scorer(name: str) -> float:
 
 
 def with_adapters(name: str) -> float:
-    """Return the distances of engine (updated with merged weights) and scorer."""
+    """Return the distances of engine (updated with adapters) and scorer."""
     model = make_adapters(make_family(name))
     TokenScorer(model)  # is the part that refuses a model
     engine = TransformersEngine(make_family(name), copy=False)
-    engine.update_weights(named_weights(model), version=1)
+    sender = AdapterSender(ObjectSender(None), lambda: make_family(name))
+    engine.load(sender.send(Trained(model), 1), 1)
     sequences = sampled(engine)
     expected = own_log_probs(model, sequences)
     assert distance(expected, own_log_probs(make_family(name), sequences)) > 0.01

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
@@ -25,12 +26,14 @@ from transformers import (
 )
 
 from tests.support.finished import assert_each_response_is_told_when_it_ends
-from tests.support.models import make_tiny_model
+from tests.support.models import make_lora, make_tiny_model
+from tests.support.weights import Trained
 from torchrl_grpo.generation import Completion, SamplingParams, TransformersEngine, fused_decoder
 from torchrl_grpo.generation.decoder import GenericDecoder
 from torchrl_grpo.generation.fused_decoder import FusedDecoder, PackedLinear
 from torchrl_grpo.generation.sampling import invert_cdf, sample, sampling_probs
-from torchrl_grpo.weights import named_weights
+from torchrl_grpo.weights import ObjectSender, named_weights
+from torchrl_grpo.weights.adapters import AdapterSender
 
 SIZES = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = SIZES | {"intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.2}
@@ -209,6 +212,45 @@ def test_packed_weights_give_the_models_log_probs_after_an_update_too(make, monk
     assert largest_error(model, prompts, engine.generate(prompts, 4, params), 1.0) < 1e-5
 
 
+def adapter_sender(base):
+    return AdapterSender(ObjectSender(None), lambda: deepcopy(base))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["k_proj", "up_proj", "c_attn", "dense"]])
+@pytest.mark.parametrize("least", [1, 2**20])
+@pytest.mark.parametrize("make", FUSED + GENERIC)
+def test_adapters_beside_the_weights_give_the_models_log_probs(make, least, targets, monkeypatch):
+    """Two versions, on layers with and without a bias; GPT-2's are merged."""
+    monkeypatch.setattr(fused_decoder, "_LEAST", least)
+    base, prompts, params = build(make), make_prompts(5, 9), SamplingParams(12)
+    engine, sender = TransformersEngine(base), adapter_sender(base)
+    before = {name: weight.clone() for name, weight in engine.model.named_parameters()}
+    for version in (1, 2):
+        torch.manual_seed(version)
+        model = make_lora(deepcopy(base), target_modules=targets)
+        engine.load(sender.send(Trained(model), version), version)
+        assert engine.policy_version == version
+        assert largest_error(model, prompts, engine.generate(prompts, 2, params), 1.0) < 2e-5
+    is_same = all(torch.equal(w, before[name]) for name, w in engine.model.named_parameters())
+    assert is_same == (make is not make_gpt2)
+    engine.update_weights(named_weights(base), 3)
+    assert largest_error(base, prompts, engine.generate(prompts, 2, params), 1.0) < 2e-5
+
+
+def test_adapters_are_merged_into_weights_that_are_not_those_of_the_checkpoint():
+    base, prompts, params = make_tiny_model(), make_prompts(5), SamplingParams(8)
+    engine, lora = TransformersEngine(base), make_lora(make_tiny_model())
+    engine.update_weights(named_weights(make_tiny_model(1)), 1)
+    engine.load(adapter_sender(base).send(Trained(lora), 2), 2)
+    assert largest_error(lora, prompts, engine.generate(prompts, 2, params), 1.0) < 1e-5
+
+
+def layer_with(weight: Tensor) -> torch.nn.Linear:
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = torch.nn.Parameter(weight)
+    return layer
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("rows", [1, 64, 70])
 @pytest.mark.parametrize("least", [1, 2**20])
@@ -218,7 +260,7 @@ def test_a_packed_linear_layer_adds_bias_and_residual(dtype, tolerance, rows, le
     bias = torch.randn(48, dtype=dtype)
     x, residual = torch.randn(rows, 32, dtype=dtype), torch.randn(rows, 48, dtype=dtype)
     for some_bias in (None, bias):
-        linear = PackedLinear(weight, some_bias, [weight])
+        linear = PackedLinear(weight, some_bias, (layer_with(weight),))
         linear.refresh()
         expected = x.double() @ weight.double().t() + (
             0 if some_bias is None else some_bias.double()
@@ -233,8 +275,9 @@ def test_a_packed_linear_layer_adds_bias_and_residual(dtype, tolerance, rows, le
 
 def test_a_weight_is_packed_again_only_when_it_has_changed(monkeypatch):
     monkeypatch.setattr(fused_decoder, "_LEAST", 1)
-    weight = torch.nn.Parameter(torch.ones(4, 4))
-    linear = PackedLinear(weight.detach(), None, [weight])
+    layer = layer_with(torch.ones(4, 4))
+    weight = layer.weight
+    linear = PackedLinear(weight.detach(), None, (layer,))
     linear.refresh()
     first = linear._packed
     linear.refresh()

@@ -81,6 +81,7 @@ ENGINES = _Engines(
         step_overhead_s=0.02,
         exact=True,
         kept_tokens=True,
+        adapters=True,
         images=True,
     ),
     vllm=EngineKind(

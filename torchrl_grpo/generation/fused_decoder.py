@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from torchrl_grpo.compat.torch import pack_linear, packed_linear, packs_linear, version_of
 from torchrl_grpo.functional import head_logits
+from torchrl_grpo.generation.adapters import joined
 from torchrl_grpo.generation.decoder import Batch, Decoder
 from torchrl_grpo.images import Prompt, text_tokens
 
@@ -37,29 +38,35 @@ _ROWS = 64
 
 
 class PackedLinear:
-    """``x @ weight.T + bias``, plus an optional residual in the same pass.
+    """``x @ weight.T + bias``, plus adapters and an optional residual.
 
     Args:
-        weight: [out, in], of which ``sources`` are views.
+        weight: [out, in], of which the weights of ``layers`` are views.
         bias: [out] or None.
-        sources: the parameters that ``refresh`` checks for changes.
+        layers: ``refresh`` checks them for changed weights and for adapters.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, sources: Sequence[Tensor]) -> None:
-        self._weight, self._bias, self._sources = weight, bias, sources
+    def __init__(self, weight: Tensor, bias: Tensor | None, layers: tuple[nn.Linear, ...]) -> None:
+        self._weight, self._bias, self._layers = weight, bias, layers
+        self._adapters: tuple[Tensor, Tensor] | None = None
         self._packed: Tensor | None = None
         self._versions: list[int] | None = None
         self._packs = weight.numel() >= _LEAST and packs_linear(weight)
 
     def refresh(self) -> None:
-        """Pack the weight if it has changed."""
-        versions = [version_of(source) for source in self._sources]
+        """Pack the weight if it has changed, and take the layers' adapters."""
+        self._adapters = joined(self._layers)
+        versions = [version_of(layer.weight) for layer in self._layers]
         if self._packs and versions != self._versions:
             self._packed = pack_linear(self._weight, _ROWS)
             self._versions = versions
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[N, in] to [N, out]; ``residual`` is [N, out]."""
+        if self._adapters is not None:
+            a, b = self._adapters
+            added = x @ a.T @ b.T
+            residual = added if residual is None else added + residual
         if self._packed is not None:
             return packed_linear(x, self._packed, self._bias, residual)
         if residual is None:
@@ -426,7 +433,7 @@ def _join(*linears: nn.Linear) -> PackedLinear:
     """Return one linear layer for several; their parameters become views of its weight and bias."""
     weights = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    return PackedLinear(_join_storage(weights), _join_storage(biases) if biases else None, weights)
+    return PackedLinear(_join_storage(weights), _join_storage(biases) if biases else None, linears)
 
 
 def _join_storage(parameters: Sequence[Tensor]) -> Tensor:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from torchrl_grpo.checks import context_length
 from torchrl_grpo.errors import MemoryShortError
+from torchrl_grpo.generation.adapters import drop, hold
 from torchrl_grpo.generation.base import (
     Completion,
     Engine,
@@ -36,7 +37,8 @@ from torchrl_grpo.generation.stops import ending
 from torchrl_grpo.host.out_of_memory import memory_short
 from torchrl_grpo.host.threads import limit_threads
 from torchrl_grpo.images import Prompt, tokens_of
-from torchrl_grpo.weights import load_weights
+from torchrl_grpo.weights import WeightHandle, load_weights
+from torchrl_grpo.weights.adapters import AdapterHandle
 
 _CHECK_EVERY = 4
 """Steps between two checks for finished rows, because each check waits for the device."""
@@ -48,6 +50,7 @@ _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
 class TransformersEngine(Engine):
     """Samples with a copy of a Hugging Face model.
 
+    LoRA adapters that ``load`` gets stay beside the weights, unless they are not of linear layers.
     Models of the Llama architecture use a hand-written decoder, all others their own forward with a
     cache. On a short probe, the decoder's logits must equal those of the model's forward without a
     cache. A small model on a CPU runs on one thread (``threads``).
@@ -86,7 +89,9 @@ class TransformersEngine(Engine):
         kv_cache_bytes: int = 4 << 30,
     ) -> None:
         own: Any = deepcopy(model) if copy else model
-        own = own.merge_and_unload() if hasattr(own, "merge_and_unload") else own
+        # Whether the weights are those of the checkpoint, which adapters belong to.
+        self._has_base = not hasattr(own, "merge_and_unload")
+        own = own if self._has_base else own.merge_and_unload()
         self.model: PreTrainedModel = own.requires_grad_(False).eval()
         limit_threads(self.model)
         self._kv_cache_bytes = kv_cache_bytes
@@ -155,7 +160,18 @@ class TransformersEngine(Engine):
         self._check_open()
         with self.exclusive:
             load_weights(self.model, weights)
+            drop(self.model)
+            self._has_base = False
             self.policy_version = version
+
+    def load(self, handle: WeightHandle, version: int) -> None:
+        self._check_open()
+        with self.exclusive:
+            is_adapter = isinstance(handle, AdapterHandle) and self._has_base
+            if is_adapter and hold(self.model, handle):
+                self.policy_version = version
+            else:
+                super().load(handle, version)
 
     def seed(self, seed: int) -> None:
         self._check_open()

@@ -1,0 +1,61 @@
+"""LoRA adapters beside the weights of a PyTorch model (arXiv 2106.09685), for sampling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_grpo.weights.adapters import AdapterHandle
+
+
+@torch.no_grad()
+def hold(model: nn.Module, handle: AdapterHandle) -> bool:
+    """Replace a model's adapters, which its layers add to their output.
+
+    Args:
+        model: whose weights stay as they are.
+        handle: of the adapters.
+
+    Returns:
+        whether all of them are of linear layers; otherwise nothing was changed.
+    """
+    layers = [model.get_submodule(name.rpartition(".")[0]) for name, _ in handle.layers]
+    if not all(type(layer) is nn.Linear for layer in layers):
+        return False
+    matrices = iter(handle.matrices.weights())
+    for layer, (_, scaling), (_, a), (_, b) in zip(
+        layers, handle.layers, matrices, matrices, strict=True
+    ):
+        if not hasattr(layer, "adapter"):
+            layer.register_forward_hook(_add)
+        layer.adapter = a.to(layer.weight, copy=True), (b * scaling).to(layer.weight)
+    return True
+
+
+def drop(model: nn.Module) -> None:
+    """Remove a model's adapters."""
+    for layer in model.modules():
+        if hasattr(layer, "adapter"):
+            layer.adapter = None
+
+
+def joined(layers: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor] | None:
+    """Return A [R, in] and B [out, R] of one layer for several, scaled; None without adapters."""
+    adapters = [getattr(layer, "adapter", None) for layer in layers]
+    if not any(adapters):
+        return None
+    each = [
+        adapter or (layer.weight[:0], layer.weight[:, :0])
+        for layer, adapter in zip(layers, adapters, strict=True)
+    ]
+    return torch.cat([a for a, _ in each]), torch.block_diag(*(b for _, b in each))
+
+
+def _add(layer: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    """Forward hook of a layer with an adapter."""
+    if layer.adapter is None:
+        return output
+    a, b = layer.adapter
+    return output + inputs[0] @ a.T @ b.T

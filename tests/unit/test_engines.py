@@ -191,7 +191,7 @@ def test_a_third_engine_is_made_and_plays(server: str) -> None:
     # single groups, because concurrent calls are supported
     two = replace(context.plan, inference=((CPU,), (CPU,)))
     apart = replace(context, plan=two, distributed=True)
-    assert apart.geometry == Geometry(2, 2, 1, 2, "wait")
+    assert apart.geometry == Geometry(2, 2, 1, 2, waits=True)
     engine = make_engine(context, CPU)
     assert isinstance(engine, Server)
     assert (engine.request.seed, engine.request.on_cpu, engine.request.colocated) == (

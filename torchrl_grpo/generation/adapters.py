@@ -21,7 +21,7 @@ def hold(model: nn.Module, handle: AdapterHandle) -> bool:
     Returns:
         whether all of them are of linear layers; otherwise nothing was changed.
     """
-    layers = [model.get_submodule(name.rpartition(".")[0]) for name, _ in handle.layers]
+    layers: list[Any] = [model.get_submodule(name.rpartition(".")[0]) for name, _ in handle.layers]
     if not all(type(layer) is nn.Linear for layer in layers):
         return False
     matrices = iter(handle.matrices.weights())
@@ -36,6 +36,7 @@ def hold(model: nn.Module, handle: AdapterHandle) -> bool:
 
 def drop(model: nn.Module) -> None:
     """Remove a model's adapters."""
+    layer: Any
     for layer in model.modules():
         if hasattr(layer, "adapter"):
             layer.adapter = None

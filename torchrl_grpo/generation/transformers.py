@@ -167,8 +167,7 @@ class TransformersEngine(Engine):
     def load(self, handle: WeightHandle, version: int) -> None:
         self._check_open()
         with self.exclusive:
-            is_adapter = isinstance(handle, AdapterHandle) and self._has_base
-            if is_adapter and hold(self.model, handle):
+            if self._has_base and isinstance(handle, AdapterHandle) and hold(self.model, handle):
                 self.policy_version = version
             else:
                 super().load(handle, version)

@@ -115,7 +115,7 @@ LLAMA = '{"name": "add", "parameters": {"a": "<think>1</think>"}}'
 def test_a_call_drafted_in_a_thought_is_not_made(prefill: str, text: str, calls: int) -> None:
     dialog = Dialog(Problem("1+2=?", "3"), [text], raw=text, prefill=prefill)
     assert len(dialog.speech) == len(text)
-    found = parse_tool_calls(dialog.speech)
+    found = dialog.calls()
     assert len(found) == calls and not any(call.error for call in found)
     quoted = ["<think>1</think>"] * calls
     if "<think>1" in text:
@@ -270,6 +270,7 @@ def test_a_function_without_hints_or_docstring_is_refused() -> None:
 
 def test_a_turn_has_a_limited_number_of_calls() -> None:
     toolbox = Toolbox([])
-    calls = toolbox.calls(100 * '<tool_call>{"name": "add", "arguments": {}}</tool_call>')
+    text = 100 * '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    calls = toolbox.calls(Dialog(Problem("", ""), [text], raw=text))
     assert [bool(call.error) for call in calls] == 16 * [False] + [True]
     assert "16" in calls[-1].error

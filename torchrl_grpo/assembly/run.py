@@ -282,6 +282,7 @@ def _show(
         config=plain(config),
         resumed_from=None if continued is None else continued.path.parent.parent,
         finished=finished,
+        call_format=train.call_format,
     )
     resources.enter_context(logger)
     if config.logging.page:

@@ -26,7 +26,7 @@ from torchrl_grpo.tasks.mixed import MixedTask
 from torchrl_grpo.tasks.seeds import SeedsTask
 from torchrl_grpo.tasks.sources import UnknownSplitError, data_name
 from torchrl_grpo.tasks.with_tests import WithTests
-from torchrl_grpo.tools import Toolbox, parse_tool_calls
+from torchrl_grpo.tools import Toolbox
 from torchrl_grpo.tools.toolbox import Parser
 
 if TYPE_CHECKING:
@@ -167,12 +167,10 @@ def _make_verifiers(env: EnvConfig, tests: Sequence[DatasetConfig]) -> Task:
     return task
 
 
-def _tool_parser(env: EnvConfig) -> Parser:
-    return (
-        parse_tool_calls
-        if env.tool_parser is None
-        else load_function(env.tool_parser, "env.tool_parser", {})
-    )
+def _tool_parser(env: EnvConfig) -> Parser | None:
+    """Return the user's parser of calls; None if the chat template's format is read."""
+    name = env.tool_parser
+    return None if name is None else load_function(name, "env.tool_parser", {})
 
 
 def _with_sandbox(

@@ -469,7 +469,29 @@ class TurnTemplate:
         """Return the same as text, including the end of the assistant's turn."""
         return self._chats.plain(self._between(messages))
 
+    def chat_text(self, chat: Sequence[Message]) -> str:
+        """Return a chat as text, see ``ChatEncoder.render``."""
+        return self._chats.plain(self._chats.render(chat))
+
     def _between(self, messages: Sequence[Message]) -> str:
         """Return what ``ChatEncoder.render`` writes after the assistant's text."""
         chat = [_USER, {**_ASSISTANT, "content": _PLACEHOLDER}, *messages]
-        return self._chats.render(chat, add_generation_prompt=True).partition(_PLACEHOLDER)[2]
+        try:
+            return self._chats.render(chat, add_generation_prompt=True).partition(_PLACEHOLDER)[2]
+        except ValueError:
+            names = [message.get("name") for message in messages if message["role"] == "tool"]
+            with suppress(ValueError):
+                if names:
+                    return self._after_calls(messages, names)
+            raise
+
+    def _after_calls(self, messages: Sequence[Message], names: Sequence[Any]) -> str:
+        """Return the same for a template that takes results only after their calls."""
+        calls = [{**_CALL, "function": {**_FUNCTION, "name": name}} for name in names]
+        chat: list[Message] = [_USER, {**_ASSISTANT, "content": "", "tool_calls": calls}]
+        before = self._chats.render(chat).rstrip()
+        text = self._chats.render([*chat, *messages], add_generation_prompt=True)
+        if not text.startswith(before):
+            raise ValueError("the chat template must write a turn with calls as it was sampled.")
+        ends = (token for token in self._chats.control if before.endswith(token))
+        return next(ends, "") + text[len(before) :]

@@ -80,7 +80,7 @@ class EnvConfig(DataConfig):
     the dialog's variables. They run in reward workers, at least one of which is then started."""
     tool_parser: str | None = None
     """tools, agent: a function of yours that finds the calls in a text, as file.py:function; null
-    parses the formats of Qwen and Hermes, Llama 3 and Mistral."""
+    reads calls as the model's chat template, or its response template, writes them."""
     agent: str | None = None
     """Who plays the problems with an OpenAI client: file.py:function or package.module:function of
     an async def play(client, problem), or a command line such as "python solve.py"

@@ -37,6 +37,7 @@ from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance
 from torchrl_grpo.tasks.base import Dialog, Split, Task, Turn, attempt
 from torchrl_grpo.tasks.drawing import Drawing, Drawn
+from torchrl_grpo.tools.toolbox import CallFormat
 
 _UNREADABLE = "error: the result has an image, which cannot be read here"
 _OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
@@ -86,8 +87,8 @@ class LLMEnv(EnvBase):
         device: device of the tensors that ``reset`` and ``step`` return; None for the CPU.
 
     Raises:
-        ValueError: a number is out of range, the tokenizer has no chat template, or no problem is
-            left.
+        ValueError: a number is out of range, the tokenizer has no chat template, no problem is left,
+            or the task has tools, but the chat template writes calls that cannot be read back.
 
     Examples:
         >>> from transformers import AutoTokenizer
@@ -157,6 +158,14 @@ class LLMEnv(EnvBase):
             self.replies.check_role("user")
             if task.tools:
                 self.replies.check_role("tool")
+        self.call_format: CallFormat | None = ""
+        if task.reads_calls and (task.tools or task.is_stateful):
+            try:
+                self.call_format = self.replies.call_format
+            except ValueError:
+                if task.tools:
+                    raise
+                self.call_format = None  # an agent may do without tools
         self._set_seed(seed)
         self._rows: list[DialogState] = []
         # State of the group drawn last, for rows that are reset one by one.
@@ -295,7 +304,7 @@ class LLMEnv(EnvBase):
                 row.current.chat,
                 last=False,
                 episode=row.episode,
-                takes_tools=self.replies.takes_tools,
+                takes_tools=self.call_format is not None and self.replies.takes_tools,
                 image_roles=self.replies.image_roles,
             )
             for row in rows
@@ -442,6 +451,7 @@ class LLMEnv(EnvBase):
             raw=self.tokenizer.decode(tokens) if self.task.tools or self.task.is_stateful else "",
             last=len(state.responses) + 1 >= self.max_turns,
             prefill=self.replies.prefill(self._prompt_of(state)),
+            call_format=self.call_format or "",
             episode=state.episode,
             prompt_tokens=state.prompt_tokens,
             log_probs=token_log_probs,

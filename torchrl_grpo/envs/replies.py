@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_grpo.chat.template import TurnTemplate
 from torchrl_grpo.envs.dialog_state import SampleState
 from torchrl_grpo.envs.prompts import USER, Prompts
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.images import Prompt, Spans, images_in, images_of, tokens_of
 from torchrl_grpo.tasks.base import Message, Turn
-from torchrl_grpo.tools.toolbox import prefill_of, tool_message
+from torchrl_grpo.tools.toolbox import CallFormat, tool_message
 
 _PREFILL_TOKENS = 32
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -62,12 +63,25 @@ class Replies:
         return True
 
     @cached_property
+    def call_format(self) -> CallFormat:
+        """How the chat template writes tool calls.
+
+        Raises:
+            ValueError: it writes calls that cannot be read back.
+        """
+        template = getattr(self._tokenizer, "response_template", None)
+        call_format: CallFormat = load_extra("recognize_calls")(self._template.chat_text, template)
+        return call_format
+
+    @cached_property
     def image_roles(self) -> tuple[str, ...]:
         """The roles in whose messages the model reads images."""
         return tuple(role for role in ("user", "tool") if self._prompts.reads_images(role))
 
     def prefill(self, prompt: Tensor | Prompt) -> str:
-        """Return the thought with which the chat template ends a prompt, if any."""
+        """Return the end of a prompt with which the chat template begins the policy's turn, such as
+        the beginning of a thought.
+        """
         return _prefill(self._tokenizer, tuple(tokens_of(prompt)[-_PREFILL_TOKENS:].tolist()))
 
     def opening(self, turn: Turn) -> Tensor | Prompt:
@@ -154,4 +168,5 @@ class Replies:
 
 @lru_cache(maxsize=256)  # the members of a group have the same prompt
 def _prefill(tokenizer: PreTrainedTokenizerBase, end: tuple[int, ...]) -> str:
-    return prefill_of(tokenizer.decode(end))
+    template = getattr(tokenizer, "response_template", None)
+    return str(load_extra("prefill_of")(tokenizer.decode(end), template or ""))

@@ -32,9 +32,12 @@ EXTRAS = {
     "model_card": "torchrl_grpo.extras.export.card:model_card",  # of an exported model
     "objective": "torchrl_grpo.extras.report.summary:objective",  # of a sweep
     "openenv": "torchrl_grpo.integrations.openenv:OpenEnvKind",  # env.environment=openenv:...
+    "parse_turn": "torchrl_grpo.integrations.call_formats:parse_turn",  # a turn with tool calls
+    "prefill_of": "torchrl_grpo.integrations.call_formats:prefill_of",
     "python_tool": "torchrl_grpo.integrations.sandbox.python_tool:Python",  # env.tools=[python]
     "quantized_linear": "torchrl_grpo.integrations.bitsandbytes:QuantizedLinear",
     "reasoning_gym": "torchrl_grpo.integrations.reasoning_gym:ReasoningGymTask",
+    "recognize_calls": "torchrl_grpo.integrations.call_formats:recognize",  # in a chat template
     "refuse_arguments": "torchrl_grpo.integrations.torchrl_arguments:refuse_arguments",
     "report": "torchrl_grpo.extras.report.report:write_report",  # at the end of a run
     "require_isolation": "torchrl_grpo.integrations.sandbox:require_isolation",  # env.sandbox

@@ -20,7 +20,7 @@ from typing import Any
 from torchrl_grpo.checks import check_reward
 from torchrl_grpo.tasks.with_environment import Kind
 from torchrl_grpo.tools import Toolbox
-from torchrl_grpo.tools.toolbox import Parser, parse_tool_calls
+from torchrl_grpo.tools.toolbox import Parser
 
 _CALL_TIMEOUT_S = 300.0
 _MAX_MESSAGE_BYTES = 2**24
@@ -158,14 +158,14 @@ class OpenEnvKind(Kind):
     Args:
         url: of the server.
         tools: further functions that the policy may call.
-        parser: function that finds calls in the policy's text.
+        parser: finds the calls in the policy's text; None reads the chat template's own format.
 
     Raises:
         ValueError: the server does not answer, or there is no package ``websockets``.
     """
 
     def __init__(
-        self, url: str, tools: Sequence[Callable[..., Any]] = (), parser: Parser = parse_tool_calls
+        self, url: str, tools: Sequence[Callable[..., Any]] = (), parser: Parser | None = None
     ) -> None:
         where = f"env.environment=openenv:{url}"
         if not url.startswith(("http://", "https://")):

@@ -234,7 +234,11 @@ def _reward(episode: Any, agent: str, complete: bool) -> float:
 
 
 def make_task(
-    name: str, options: Mapping[str, Any], max_turns: int, max_samples: int | None, parser: Parser
+    name: str,
+    options: Mapping[str, Any],
+    max_turns: int,
+    max_samples: int | None,
+    parser: Parser | None,
 ) -> WithAgent:
     """Return the task that an environment plays, after reading its problems.
 

@@ -74,6 +74,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         config: the run's config, logged with the metrics (in TensorBoard as text).
         finished: whether the run has no steps left. TensorBoard and the services then start only
             once there is something to log.
+        call_format: how the chat template writes tool calls, for readers of the samples.
 
     Raises:
         ValueError: a package or a key that a logger needs is missing, or a logger cannot start.
@@ -95,6 +96,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         config: Mapping[str, Any],
         resumed_from: Path | None = None,
         finished: bool = False,
+        call_format: Any = "",
     ) -> None:
         check_logging(services)
         self.directory = Path(directory)
@@ -109,7 +111,8 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         self.last_row: dict[str, Any] = {}
         self._files: dict[str, _Lines] = {}
         self._open()
-        _write_environment(self.directory)
+        self._facts = {"call_format": call_format} if call_format else {}
+        _write_environment(self.directory, self._facts)
 
     def log(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
         """Write one line. A step may be logged more than once: readers merge its lines.
@@ -124,7 +127,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         if not self._logged:
             self._logged = True
             # Again, because the accelerator's name is known once it is in use.
-            _write_environment(self.directory)
+            _write_environment(self.directory, self._facts)
         assert all("/" in name for name in metrics), (
             f"metric names are section/name, got {sorted(metrics)}"
         )
@@ -277,7 +280,7 @@ class _Lines:
         self._file.close()
 
 
-def _write_environment(directory: Path) -> None:
+def _write_environment(directory: Path, further_facts: Mapping[str, Any]) -> None:
     """Write the run's environment: command line, Python, machine, accelerators, versions of main
     packages.
     """
@@ -294,6 +297,7 @@ def _write_environment(directory: Path) -> None:
         "threads": torch.get_num_threads(),
         "accelerators": f"{count} x {' / '.join(names) or 'CUDA device'}" if count else "none",
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        **further_facts,
     }
     try:
         (directory / ENVIRONMENT_FILE).write_text(

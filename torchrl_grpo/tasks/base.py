@@ -13,7 +13,7 @@ from torchrl_grpo.host.interrupts import delivered
 from torchrl_grpo.host.progress import scoring
 from torchrl_grpo.images import ImageFile, place_images
 from torchrl_grpo.rewards.spec import PartWeights
-from torchrl_grpo.tools.toolbox import without_thoughts
+from torchrl_grpo.tools.toolbox import CallFormat, Parser, ToolCall, parse_turn
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -98,6 +98,7 @@ class Dialog:
         image_roles: at the opening, the roles whose messages may show the model images.
         prefill: the beginning of the policy's turn that is part of the prompt, such as ``<think>``
             or an empty thought.
+        call_format: how the chat template writes tool calls.
     """
 
     problem: Problem
@@ -114,13 +115,27 @@ class Dialog:
     takes_tools: bool = True
     image_roles: Sequence[str] = ()
     prefill: str = ""
+    call_format: CallFormat = ""
+
+    def calls(
+        self, tools: Sequence[dict[str, Any]] = (), parser: Parser | None = None
+    ) -> list[ToolCall]:
+        """Return the tool calls of the latest turn.
+
+        Args:
+            tools: their JSON schemas.
+            parser: finds the calls in ``speech``; None reads the chat template's own format.
+        """
+        if parser is not None:
+            return list(parser(self.speech))
+        return list(parse_turn(self.raw, self.prefill, self.call_format, tools).calls)
 
     @property
     def speech(self) -> str:
         """The latest turn with its special tokens and blanks in place of its thoughts, to search
         for tool calls.
         """
-        return without_thoughts(self.raw, self.prefill)
+        return parse_turn(self.raw, self.prefill, self.call_format).speech
 
 
 @dataclass(frozen=True)
@@ -259,6 +274,8 @@ class Task(ABC):
         at_a_time: number of dialogs that ``advance`` handles concurrently.
         multi_turn: whether the task may reply to a response.
         is_stateful: whether the task keeps state between the turns of a dialog.
+        reads_calls: whether tool calls are read in the format of the chat template. An environment
+            then refuses one whose calls it cannot read.
 
     Example:
         >>> class Doubling(Task):
@@ -290,6 +307,7 @@ class Task(ABC):
     part_weights: PartWeights = {}  # noqa: RUF012  # never changed in place
     at_a_time: int = 1
     is_stateful: bool = False
+    reads_calls: bool = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -469,6 +487,7 @@ class WrappedTask(DelegatingTask):
         self.part_weights = task.part_weights
         self.at_a_time = task.at_a_time
         self.is_stateful = task.is_stateful
+        self.reads_calls = task.reads_calls
 
     def problems(self, split: Split) -> Sequence[Problem]:
         return self.task.problems(split)

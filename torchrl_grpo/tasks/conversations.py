@@ -36,6 +36,7 @@ class WithTools(WrappedTask):
         super().__init__(task)
         self.toolbox = toolbox
         self.tools = toolbox.schemas
+        self.reads_calls = toolbox.parser is None
 
     def advance(
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None
@@ -55,7 +56,7 @@ class WithTools(WrappedTask):
         """
         if dialog.finish_reason != "stop":
             return False
-        names = {call.name for call in self.toolbox.calls(dialog.speech)}
+        names = {call.name for call in self.toolbox.calls(dialog)}
         return bool(names & self.toolbox.functions.keys() if self.task.is_stateful else names)
 
     def _extend(self, turn: Turn | Exception, calls: bool) -> Turn | Exception:
@@ -74,11 +75,11 @@ class WithTools(WrappedTask):
         return turn
 
     def _run(self, dialog: Dialog) -> Turn:
-        messages, counts = self.toolbox.run_all(self.toolbox.calls(dialog.speech))
+        messages, counts = self.toolbox.run_all(self.toolbox.calls(dialog))
         return Turn(messages, None, counts)
 
     def tool_failure_reply(self, dialog: Dialog, why: str) -> list[Message] | None:
-        calls = self.toolbox.calls(dialog.speech) if dialog.finish_reason == "stop" else ()
+        calls = self.toolbox.calls(dialog) if dialog.finish_reason == "stop" else ()
         if not calls:
             return self.task.tool_failure_reply(dialog, why)
         error = f"error: {why}"

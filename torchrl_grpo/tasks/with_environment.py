@@ -36,7 +36,7 @@ from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task, Turn,
 from torchrl_grpo.tasks.instances import Instance
 from torchrl_grpo.tasks.with_rewards import Rewards
 from torchrl_grpo.tools import Toolbox
-from torchrl_grpo.tools.toolbox import Parser, parse_tool_calls
+from torchrl_grpo.tools.toolbox import Parser
 
 COLUMN = "environment"
 """Column that names a problem's environment among several."""
@@ -57,7 +57,7 @@ class Kind:
     Args:
         make: the class, or a function that makes an instance.
         tools: further functions that the policy may call.
-        parser: function that finds calls in the policy's text.
+        parser: finds the calls in the policy's text; None reads the chat template's own format.
         field: config key of the class, for messages.
 
     Raises:
@@ -69,7 +69,7 @@ class Kind:
         self,
         make: Callable[[], Any],
         tools: Sequence[Callable[..., Any]] = (),
-        parser: Parser = parse_tool_calls,
+        parser: Parser | None = None,
         field: str = "env.environment",
     ) -> None:
         cls = inspect.unwrap(make)
@@ -204,6 +204,7 @@ class WithEnvironment(WrappedTask):
         if rewards is not None:
             self.part_weights = rewards.weights
         self.tools = [schema for kind in kinds.values() for schema in kind.toolbox.schemas]
+        self.reads_calls = all(kind.toolbox.parser is None for kind in kinds.values())
         if self.name == "seeds":
             self.name = "+".join(kind.name for kind in kinds.values())
         for kind in kinds.values():
@@ -354,7 +355,7 @@ class WithEnvironment(WrappedTask):
 
     def _call(self, instance: Instance, kind: Kind, dialog: Dialog) -> Turn:
         toolbox = kind.tools_of(instance.environment)
-        calls = toolbox.calls(dialog.speech)
+        calls = toolbox.calls(dialog)
         if not calls:
             return Turn(None, None)
         messages, counts = toolbox.run_all(calls)

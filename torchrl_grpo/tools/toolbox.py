@@ -1,5 +1,5 @@
-"""Tools: plain functions that the policy may call, and parsers of calls in its text. Does not
-import torch.
+"""Tools: plain functions that the policy may call, and the calls in its turns. Does not import
+torch.
 """
 
 from __future__ import annotations
@@ -11,24 +11,17 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.host.event_loop import wait_for_result
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.images import Content, message_content
+
+if TYPE_CHECKING:
+    from torchrl_grpo.tasks.base import Dialog
 
 _MAX_RESULT_CHARACTERS = 8192
 _MAX_CALLS = 16
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
-_MISTRAL = "[TOOL_CALLS]"
-_SPECIAL = re.compile(r"<\|[a-z_]+\|>|</s>")
-_THOUGHT = re.compile(
-    r"((?:\A|(?<=</think>))\s*\{.*|<tool_call>.*?(?:</tool_call>|\Z)"
-    r"|(?:\[TOOL_CALLS|<\W?(?:python_tag|function|invoke|tool.call)).*)"
-    r"|(?:<think>|\[THINK\]).*?(?:</think>|\[/THINK\]|\Z)",
-    re.S,
-)
-"""A thought, or a call as the group, in which a thought is text."""
-_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -53,35 +46,55 @@ Parser = Callable[[str], Sequence[ToolCall]]
 """Function from the policy's text, including special tokens, to its calls."""
 
 
-def prefill_of(prompt: str) -> str:
-    """Return the thought at the end of a prompt, with which the chat template begins the policy's
-    turn; empty without one.
+CallFormat = str | Mapping[str, Any]
+"""How a chat template writes calls: a response template of transformers, or a name of
+``integrations/call_formats.py``; "" if it writes none.
+"""
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """A turn of the policy.
+
+    Attributes:
+        calls: its tool calls.
+        content: the text before the first call, or all text, with thoughts that are in tags.
+        speech: the turn with its special tokens and blanks in place of its thoughts.
+        thought: its thoughts before the first call.
+        spoken: ``content`` without thoughts.
     """
-    match = _OPENED.search(prompt)
-    return match[0] if match else ""
+
+    calls: Sequence[ToolCall]
+    content: str
+    speech: str
+    thought: str
+    spoken: str
 
 
-def without_thoughts(text: str, prefill: str = "") -> str:
-    """Return the policy's turn with spaces in place of its thoughts, in which a call is a draft. A
-    thought in a call's arguments stays, and one without an end lasts to the end of the turn.
+def parse_turn(
+    text: str,
+    prefill: str = "",
+    call_format: CallFormat = "",
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> ParsedTurn:
+    """Parse a turn of the policy. A call in a thought is a draft, and a thought without an end
+    lasts to the end of the turn.
 
     Args:
-        text: the turn.
-        prefill: the beginning of the turn that is part of the prompt, see ``prefill_of``.
+        text: the turn with its special tokens.
+        prefill: the beginning of the turn that is part of the prompt.
+        call_format: by default the formats of Hermes, Llama 3, Mistral and others.
+        tools: JSON schemas, for formats whose arguments have no types.
 
-    >>> without_thoughts("2</think>4", "<think>")
+    >>> parse_turn("2</think>4", "<think>").speech
     '         4'
     """
-
-    cleaned = _THOUGHT.sub(lambda match: match[1] or " " * len(match[0]), prefill + text)
-    return cleaned[len(prefill) :]
+    turn: ParsedTurn = load_extra("parse_turn")(text, prefill, call_format, tools)
+    return turn
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    r"""Parse tool calls in the forms of Hermes and Qwen, Mistral, and Llama 3.
-
-    Args:
-        text: the policy's turn with its special tokens, ``without_thoughts``.
+    r"""Return the tool calls in a turn of the policy, see ``parse_turn``.
 
     >>> parse_tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>')
     [ToolCall(name='add', arguments={'a': 1}, error='')]
@@ -92,40 +105,7 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     >>> parse_tool_calls("no call")
     []
     """
-    parts = _HERMES.findall(text)
-    if parts:
-        return [call for part in parts for call in _read(part)]
-    bare = _SPECIAL.sub("", text).strip()
-    _, *parts = bare.split(_MISTRAL)
-    if parts:
-        calls = []
-        for part in parts:
-            name, separator, value = part.partition("[ARGS]")
-            calls += _read(value, name.strip()) if separator else _read(name)
-        return calls
-    if bare.startswith("{") and '"name"' in bare and '"parameters"' in bare:
-        return [call for part in re.split(r"(?<=\})\s*;\s*(?=\{)", bare) for call in _read(part)]
-    return []
-
-
-def _read(text: str, name: str | None = None) -> list[ToolCall]:
-    """Return the call or calls in a piece of JSON; with a name, the JSON is its arguments."""
-    try:
-        value, end = json.JSONDecoder().raw_decode(text.strip())
-        if text.strip()[end:].strip():
-            raise ValueError("text after it")
-    except (ValueError, RecursionError) as error:
-        return [ToolCall(name or "", None, f"the call is no JSON ({error})")]
-    if name is not None:
-        return [ToolCall(name, {} if value is None else value)]
-    calls = []
-    for entry in value if isinstance(value, list) else [value]:
-        if isinstance(entry, dict) and isinstance(entry.get("name"), str):
-            arguments = entry.get("arguments", entry.get("parameters"))
-            calls.append(ToolCall(entry["name"], {} if arguments is None else arguments))
-        else:
-            calls.append(ToolCall("", None, 'a call must be {"name": ..., "arguments": {...}}'))
-    return calls
+    return [*parse_turn(text).calls]
 
 
 def tool_message(name: str, content: Content, number: int = 0) -> dict[str, Any]:
@@ -139,7 +119,7 @@ class Toolbox:
     Args:
         functions: plain or ``async`` functions; ``transformers.utils.get_json_schema`` derives the
             schema from the signature and the docstring (with ``Args:``).
-        parser: finds the calls in the policy's text.
+        parser: finds the calls in the policy's text; None reads the chat template's own format.
 
     Attributes:
         schemas: JSON schemas, for the chat template.
@@ -158,7 +138,7 @@ class Toolbox:
     """
 
     def __init__(
-        self, functions: Sequence[Callable[..., Any]], parser: Parser = parse_tool_calls
+        self, functions: Sequence[Callable[..., Any]], parser: Parser | None = None
     ) -> None:
         self.schemas = [_schema(function) for function in functions]
         self.functions = {function.__name__: function for function in functions}
@@ -167,11 +147,11 @@ class Toolbox:
                 "env.tools must have different names, got "
                 f"{[function.__name__ for function in functions]}: rename one."
             )
-        self._parser = parser
+        self.parser = parser
 
-    def calls(self, text: str) -> list[ToolCall]:
-        """Return the calls in the policy's text, with one error for all beyond the limit."""
-        calls = list(self._parser(text))
+    def calls(self, dialog: Dialog) -> list[ToolCall]:
+        """Return the calls in the policy's latest turn, with one error for all beyond the limit."""
+        calls = dialog.calls(self.schemas, self.parser)
         if len(calls) > _MAX_CALLS:
             error = f"a turn may have {_MAX_CALLS} calls, so the others were not run"
             calls[_MAX_CALLS:] = [ToolCall("", None, error)]
@@ -234,7 +214,7 @@ class Toolbox:
         for name, value in call.arguments.items():
             if name not in known:
                 return f"{call.name} has no argument {name!r:.100}, it has {sorted(known)}"
-            if not _fits(value, known[name]):
+            if not fits(value, known[name]):
                 return f"the argument {name} of {call.name} must be {_expected_type(known[name])}"
         return ""
 
@@ -246,14 +226,14 @@ def _cut(result: str) -> str:
     return f"{result[:_MAX_RESULT_CHARACTERS]} ... (cut)"
 
 
-def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+def fits(value: Any, schema: Mapping[str, Any]) -> bool:
     """Return whether an argument, including the items of a list and the values of an object, has
     the types of its schema.
     """
     if value is None and schema.get("nullable"):
         return True
     if "anyOf" in schema:
-        return any(_fits(value, option) for option in schema["anyOf"])
+        return any(fits(value, option) for option in schema["anyOf"])
     types = _types(schema)
     if types and not any(_is(value, kind) for kind in types):
         return False
@@ -265,7 +245,7 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
         items, inner = list(value.values()), schema.get("additionalProperties")
     else:
         return True
-    return not isinstance(inner, dict) or all(_fits(item, inner) for item in items)
+    return not isinstance(inner, dict) or all(fits(item, inner) for item in items)
 
 
 def _types(schema: Mapping[str, Any]) -> list[str]:

@@ -47,6 +47,7 @@ from torchrl_grpo.extras.view.timeline import Timeline
 from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, is_number, is_step
 from torchrl_grpo.host.text import clip, printable_lines, reward_text
 from torchrl_grpo.host.trees import dotted
+from torchrl_grpo.tools.toolbox import CallFormat
 
 _FRESH_S = 0.5
 """Seconds during which files are not checked again after they were read."""
@@ -175,8 +176,16 @@ class RunView:
         if not 0 <= number < index.count:
             return None
         row, with_tokens = index.row(number), index.row(number, tokens=True)
-        strip = strip_of(row | {"tokens": with_tokens.get("tokens")})
+        strip = strip_of(row | {"tokens": with_tokens.get("tokens")}, self._call_format())
         return _cell(row, number, longest=None) | {"tokens": strip, "group": index.group_of(number)}
+
+    def _environment(self) -> dict[str, Any]:
+        return read_row(read_inside(self.folder, ENVIRONMENT_FILE).encode())
+
+    def _call_format(self) -> CallFormat:
+        """Return how the run's chat template writes tool calls."""
+        call_format = self._environment().get("call_format")
+        return call_format if isinstance(call_format, str | dict) else ""
 
     def config(self) -> dict[str, str]:
         """Return the config by dotted key, and the run's environment; if it cannot be read, why."""
@@ -186,11 +195,10 @@ class RunView:
                 raise yaml.YAMLError("it is not a mapping")
         except yaml.YAMLError as error:
             config = {"config": f"not shown: {error}"}
-        environment = read_row(read_inside(self.folder, ENVIRONMENT_FILE).encode())
         try:
             values = {
                 key: value if isinstance(value, str) else json.dumps(value, default=str)
-                for key, value in dotted(config | {"environment": environment})
+                for key, value in dotted(config | {"environment": self._environment()})
             }
         except RecursionError:
             values = {"config": "not shown: it, or environment.json, is nested too deeply"}

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.files import is_number
 from torchrl_grpo.host.text import printable_lines
-from torchrl_grpo.tools.toolbox import parse_tool_calls, prefill_of, without_thoughts
+from torchrl_grpo.tools.toolbox import CallFormat, parse_turn
 
 _MAX_DIFFERENCE = 50.0
 """Difference of log-probs beyond which the exponential is meaningless."""
@@ -17,8 +18,12 @@ _MAX_DIFFERENCE = 50.0
 Numbers = list[float | None]
 
 
-def strip_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
+def strip_of(row: Mapping[str, Any], call_format: CallFormat = "") -> dict[str, Any] | None:
     """Return the tokens of a row of ``samples.jsonl`` for display; None without tokens.
+
+    Args:
+        row: the row.
+        call_format: how the run's chat template writes tool calls.
 
     Returns:
         the ``text`` of each token, whether it was ``sampled``, ``values`` by name (one per token,
@@ -52,7 +57,7 @@ def strip_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
         "text": [printable_lines(part) for part in text],
         "sampled": sampled,
         "values": {name: column for name, column in values.items() if len(column) == len(text)},
-        "turns": _turns(text, sampled, str(row.get("prompt") or "")),
+        "turns": _turns(text, sampled, str(row.get("prompt") or ""), call_format),
     }
 
 
@@ -83,7 +88,9 @@ def _constant(value: float | None, sampled: Sequence[bool]) -> Numbers:
     return [] if value is None else [value if is_sampled else None for is_sampled in sampled]
 
 
-def _turns(text: Sequence[str], sampled: Sequence[bool], prompt: str) -> list[dict[str, Any]]:
+def _turns(
+    text: Sequence[str], sampled: Sequence[bool], prompt: str, call_format: CallFormat
+) -> list[dict[str, Any]]:
     turns = []
     start = 0
     count = 0
@@ -92,9 +99,12 @@ def _turns(text: Sequence[str], sampled: Sequence[bool], prompt: str) -> list[di
         size = f"{end - start:,} token{'s' if end - start > 1 else ''}"
         if is_sampled:
             count += 1
-            prefill = prefill_of(prompt + "".join(text[:start]))
-            turn = without_thoughts("".join(text[start:end]), prefill)
-            calls = [call.name or "a tool" for call in parse_tool_calls(turn)]
+            prefill = load_extra("prefill_of")(prompt + "".join(text[:start]), call_format)
+            turn = parse_turn("".join(text[start:end]), prefill, call_format)
+            calls = [
+                f"{call.name or 'a tool'}{' (unreadable)' if call.error else ''}"
+                for call in turn.calls
+            ]
             label = f"turn {count}, {size}"
             if calls:
                 label += f", calls {printable_lines(', '.join(calls))}"

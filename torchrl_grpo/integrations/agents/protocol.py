@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from torchrl_grpo.host.text import replace_lone_surrogates
 from torchrl_grpo.images import ImageFile, text_of
 from torchrl_grpo.integrations import anthropic, responses
 from torchrl_grpo.tasks.base import Dialog, Message, TurnLimits
-from torchrl_grpo.tools.toolbox import Parser, ToolCall, without_thoughts
+from torchrl_grpo.tools.toolbox import Parser, ToolCall, parse_turn
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 RESPONSES = "/v1/responses"
@@ -34,7 +33,6 @@ T = TypeVar("T")
 
 IMAGE_ROLES = ("user", "tool")
 """Roles whose messages may have images."""
-_TAG = re.compile(r"</?think>|\[/?THINK\]")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_STOPS = 4
 _MAX_STOP_BYTES = 256
@@ -496,11 +494,10 @@ class Answer:
     thought: str = ""
 
     @classmethod
-    def of(cls, request: Request, dialog: Dialog, number: int, parser: Parser) -> Answer:
+    def of(cls, request: Request, dialog: Dialog, number: int, parser: Parser | None) -> Answer:
         """Return the latest turn of a dialog as the answer to a request."""
         text = dialog.responses[-1]
         reason = str(dialog.finish_reason)
-        prefill = dialog.prefill
         thought = ""
         stop: str | None = None
         calls: Sequence[dict[str, Any]] = []
@@ -510,14 +507,14 @@ class Answer:
                 position, stop = min(stops)
                 text = text[:position]
             if request.tools:
-                calls = _sampled_calls(parser(dialog.speech), number)
-        if request.path == RESPONSES:
-            thought, text = _split_thought(text, prefill)
-            prefill = ""
+                calls = _sampled_calls(dialog.calls(request.tools, parser), number)
+        turn = parse_turn(dialog.raw, dialog.prefill, dialog.call_format)
         if calls:
             reason = "tool_calls"
-            start = without_thoughts(text, prefill).find("<tool_call>")
-            text = text[: max(start, 0)].strip()
+            text = turn.content if turn.calls else ""
+        if request.path == RESPONSES and turn.thought:
+            thought = turn.thought
+            text = turn.spoken if turn.calls or not calls else ""
         return cls(request, text, calls, reason, dialog, number, stop, thought)
 
     @property
@@ -614,14 +611,6 @@ class Answer:
             ],
             "refusal": None,
         }
-
-
-def _split_thought(text: str, prefill: str) -> tuple[str, str]:
-    """Return the thought with which a turn begins, without its tags, and the rest."""
-    spoken = without_thoughts(text, prefill)
-    start = len(spoken) - len(spoken.lstrip())
-    thought = _TAG.sub("", text[:start]).strip()
-    return (thought, text[start:]) if thought else ("", text)
 
 
 def _sampled_calls(calls: Sequence[ToolCall], number: int) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ from torchrl_grpo.tasks.base import (
     WrappedTask,
     attempt,
 )
-from torchrl_grpo.tools.toolbox import Parser, parse_tool_calls
+from torchrl_grpo.tools.toolbox import Parser
 
 _AT_A_TIME = 64
 _PART = "agent"
@@ -153,9 +153,9 @@ class _Episode:
             )
         if request.tools and not self._opening.takes_tools:
             raise BadRequest(
-                "tools must be left out, because the model's chat template does not write them: "
-                "describe them in the prompt, or use a model or a model.chat_template that writes "
-                "tools.",
+                "tools must be left out, because the model's chat template does not write them, or "
+                "writes calls in an unknown format: describe them in the prompt, set "
+                "env.tool_parser, or use a model or a model.chat_template that writes tools.",
                 "tools",
             )
         pending = PendingRequest(request)
@@ -223,7 +223,7 @@ class _Episode:
             )
         return request.after(history)
 
-    def answer(self, dialog: Dialog, parser: Parser) -> None:
+    def answer(self, dialog: Dialog, parser: Parser | None) -> None:
         """Answer the pending request with the policy's turn."""
         pending = self._pending
         self._pending = None
@@ -318,7 +318,7 @@ class WithAgent(WrappedTask):
         self,
         task: Task,
         program: Program,
-        parser: Parser = parse_tool_calls,
+        parser: Parser | None = None,
         max_pixels: int = MAX_PIXELS,
         counter: TokenCounter = _NO_COUNTER,
     ) -> None:
@@ -327,6 +327,7 @@ class WithAgent(WrappedTask):
         self.max_pixels = max_pixels
         self.program = program
         self.parser = parser
+        self.reads_calls = parser is None
         self.is_stateful = True
         self.at_a_time = _AT_A_TIME
         self.has_parts = True
@@ -497,7 +498,11 @@ class WithAgent(WrappedTask):
 
 
 def with_agent(
-    task: Task, spec: str, parser: Parser, max_pixels: int, *counter: Mapping[str, Any] | None
+    task: Task,
+    spec: str,
+    parser: Parser | None,
+    max_pixels: int,
+    *counter: Mapping[str, Any] | None,
 ) -> WithAgent:
     """Wrap a task in the agent that ``env.agent`` names; see ``load_program``.
 

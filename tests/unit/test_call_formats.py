@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from openai import BadRequestError
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.agents import agent_task
 from tests.support.call_templates import CALLS, HARMONY, TEMPLATES, chatml, rendered
 from tests.support.chats import make_chat_tokenizer
 from tests.support.envs import respond
 from torchrl_grpo.chat.template import TurnTemplate
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.extras.view.strip import strip_of
+from torchrl_grpo.integrations.agents.protocol import CHAT, Answer, parse_request
 from torchrl_grpo.integrations.call_formats import recognize
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Dialog, Problem
@@ -222,6 +226,31 @@ def test_an_unknown_format_is_refused_unless_a_parser_is_set(
     assert results(tokenizer, CALL, parser=lambda text: [ToolCall("add", {"a": 4, "b": 5})]) == [
         "9"
     ]
+
+
+def test_an_agent_gets_typed_arguments_or_no_tools() -> None:
+    text = "Adding. <tool_call><function=add><parameter=a>\n1\n</parameter></function></tool_call>"
+    body = {"messages": [{"role": "user", "content": "?"}], "tools": TOOLBOX.schemas[1:]}
+    request = parse_request(CHAT, json.dumps(body).encode())
+    dialog = Dialog(Problem("", ""), [text], raw=text, call_format="qwen_xml")
+    answer = Answer.of(request, dialog, 0, None)
+    assert (answer.text, answer.calls[0]["function"]) == (
+        "Adding.",
+        {"name": "add", "arguments": '{"a": 1}'},
+    )
+
+    async def play(client: Any, problem: Any) -> float:
+        try:
+            await client.chat.completions.create(model="m", **body)
+        except BadRequestError as error:
+            refusals.append(str(error))
+        return 1.0
+
+    refusals: list[str] = []
+    env = LLMEnv(agent_task(play), tokenizer_of(OWN), num_envs=1, repeats=1, max_turns=2)
+    env.reset()
+    env.close()
+    assert len(refusals) == 1 and "env.tool_parser" in refusals[0]
 
 
 def test_results_follow_a_call_where_a_template_refuses_them_after_text() -> None:

@@ -486,7 +486,7 @@ _PROBE: dict[str, Any] = {
     "description": "?",
     "parameters": {"type": "object", "properties": _PROPERTIES},
 }
-_TURN = "@@turn@@"
+_TURN = "0turn0"  # no mark begins like it
 
 
 def recognize(

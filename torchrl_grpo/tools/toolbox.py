@@ -11,14 +11,11 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torchrl_grpo.host.event_loop import wait_for_result
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.images import Content, message_content
-
-if TYPE_CHECKING:
-    from torchrl_grpo.tasks.base import Dialog
 
 _MAX_RESULT_CHARACTERS = 8192
 _MAX_CALLS = 16
@@ -113,6 +110,12 @@ def tool_message(name: str, content: Content, number: int = 0) -> dict[str, Any]
     return {"role": "tool", "name": name, "content": content, "tool_call_id": f"call{number:05d}"}
 
 
+class WithCalls(Protocol):
+    """A dialog, see ``tasks.base.Dialog``."""
+
+    def calls(self, tools: Sequence[dict[str, Any]], parser: Parser | None) -> list[ToolCall]: ...
+
+
 class Toolbox:
     """Functions that the policy may call.
 
@@ -149,7 +152,7 @@ class Toolbox:
             )
         self.parser = parser
 
-    def calls(self, dialog: Dialog) -> list[ToolCall]:
+    def calls(self, dialog: WithCalls) -> list[ToolCall]:
         """Return the calls in the policy's latest turn, with one error for all beyond the limit."""
         calls = dialog.calls(self.schemas, self.parser)
         if len(calls) > _MAX_CALLS:

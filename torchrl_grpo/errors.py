@@ -29,6 +29,10 @@ class TransferRefusedError(RuntimeError):
     """An engine cannot receive weights by the current kind of transfer; use another one."""
 
 
+class ReceiptError(RunLostError):
+    """An engine does not have the weights that the trainer sent; the message names the tensors."""
+
+
 class NonFiniteError(RunLostError):
     """Losses, gradients or weights are not finite, so training cannot continue."""
 

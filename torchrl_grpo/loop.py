@@ -109,8 +109,6 @@ class Schedule:
         reference_version: version of a resumed run's reference weights; 0 is the base model.
         mismatch_tolerance: largest mean difference of log-probs between engine and trainer after a
             weight sync, in nats; None disables the check.
-        verify_tolerance: the same for the first sync of an unverified transfer, whose weights are
-            sent again another way if they exceed it; None if the transfer is verified.
         on_policy: whether a batch is one optimizer step, so that the first step trains what its own
             weights sampled.
         ends_at: time limit, in the clock of ``time.monotonic``.
@@ -123,7 +121,6 @@ class Schedule:
     refresh_every: int | None = None
     reference_version: int = 0
     mismatch_tolerance: float | None = None
-    verify_tolerance: float | None = None
     on_policy: bool = False
     ends_at: float | None = None
 
@@ -244,10 +241,7 @@ def _begin(
     """Give the engine the learner's weights, and evaluate them unless a resumed run has done so."""
     step = learner.version
     refresh = 0 < step == schedule.reference_version or schedule.refreshes(step)
-    tolerance = schedule.verify_tolerance
-    metrics = _publish(
-        learner, rollouts, schedule, notify, step, refresh=refresh, verify_tolerance=tolerance
-    )
+    metrics = _publish(learner, rollouts, schedule, notify, step, refresh=refresh)
     is_logged = last_row.get("step") == step and schedule.num_batches > 0
     has_evaluation = any(name.startswith("eval/") for name in last_row)
     is_due = step == 0 or schedule.evaluates(step)
@@ -265,7 +259,6 @@ def _publish(
     version: int,
     *,
     refresh: bool,
-    verify_tolerance: float | None = None,
 ) -> dict[str, float]:
     """Give the samplers and, with ``refresh``, the reference model the weights of this version."""
     if refresh:  # before anything is sampled with the new weights
@@ -274,15 +267,10 @@ def _publish(
     notify.stage("publish", version, f"give the engine the weights of step {version}")
     start = time.perf_counter()
     rollouts.publish(learner.weights(), version)
-    if verify_tolerance is not None:
-        mean, _ = _mismatch(learner, rollouts)
-        if not mean <= verify_tolerance:
-            reason = (
-                "with these weights, log-probs of engine and trainer differ by "
-                f"{mean:.3g} nats on average"
-            )
-            rollouts.publish(learner.resend(version, reason), version)
-    metrics = {"time/sync_s": time.perf_counter() - start}
+    metrics = {
+        "time/sync_s": time.perf_counter() - start,
+        "sync/receipt_s": rollouts.receipt_s,
+    }
     tolerance = schedule.mismatch_tolerance
     if tolerance is None:
         return metrics
@@ -307,12 +295,13 @@ def check_mismatch(
     learner: AnyLearner, rollouts: Rollouts, tolerance: float
 ) -> tuple[float, float]:
     """Return the mean and largest difference of engine and trainer log-probs on a few sampled
-    tokens, in nats.
+    tokens, in nats, of the worst sampler each.
 
     Raises:
         RuntimeError: the mean is more than the tolerance.
     """
-    mean, largest = _mismatch(learner, rollouts)
+    mismatches = [learner.mismatch(probe) for probe in rollouts.probes()]
+    mean, largest = (max(values, key=_nan_last) for values in zip(*mismatches, strict=True))
     if not mean <= tolerance:
         raise RuntimeError(
             f"after a weight sync, log-probs of engine and trainer differ by {mean:.3g} on average "
@@ -321,13 +310,6 @@ def check_mismatch(
             "inference_model.dtype=float32, or another backend."
         )
     return mean, largest
-
-
-def _mismatch(learner: AnyLearner, rollouts: Rollouts) -> tuple[float, float]:
-    """Return the mean and the largest difference of log-probs, of the worst sampler each."""
-    mismatches = [learner.mismatch(probe) for probe in rollouts.probes()]
-    means, largest = zip(*mismatches, strict=True)
-    return max(means, key=_nan_last), max(largest, key=_nan_last)
 
 
 def _nan_last(value: float) -> tuple[bool, float]:

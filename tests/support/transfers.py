@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchrl_grpo.weights.handle import TransferHandle
 from torchrl_grpo.weights.named import NamedTensors
+from torchrl_grpo.weights.receipts import receipt_of
 from torchrl_grpo.weights.transfer_engine import ObjectStoreEngine
 from torchrl_grpo.weights.worker import WeightSyncExtension
 
@@ -79,6 +80,7 @@ class FileWeights(TransferHandle):
 
     def updates(self) -> Iterator[dict[str, Any]]:
         weights = [(name, weight.clone()) for name, weight in self.read()]
+        self.note(receipt=receipt_of(weights))
         for number, part in enumerate((weights[:5], weights[5:])):
             path = self.folder / f"{number}.pt"
             torch.save(dict(part), path)

@@ -13,8 +13,11 @@ from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.generation.vllm import VLLMEngine
 from torchrl_grpo.weights import ObjectSender, TransferHandle, named_weights
 from torchrl_grpo.weights.handle import DirectHandle
+from torchrl_grpo.weights.receipts import receipt_of
+from torchrl_grpo.weights.shared import SharedBlock
 
 GIB = 2**30
+RECEIVES = ("receive", "receipt")
 
 
 class Library:
@@ -22,6 +25,7 @@ class Library:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.damaged: list[str] = []
         self.error: RuntimeError | None = None
 
     def sleep(self, level: int) -> None:
@@ -32,9 +36,18 @@ class Library:
         if self.error is not None:
             raise self.error
 
-    def collective_rpc(self, method: str, **_: Any) -> list[Any]:
+    def collective_rpc(self, method: str, **keywords: Any) -> list[Any]:
+        """Answer for one worker, which got what it was sent."""
         self.calls.append(method)
-        return []
+        if method == "receive":
+            _, _, update, *_ = keywords["args"]
+            self.received = (
+                receipt_of(SharedBlock(update["path"], update["name"], update["part"]).weights())
+                if update
+                else {}
+            )
+            return [""]
+        return [({}, self.received, [], 0.0)] if method == "receipt" else [self.damaged]
 
     def reset_prefix_cache(self) -> bool:
         return True
@@ -68,10 +81,10 @@ def test_new_weights_come_before_the_cache_has_its_memory_back() -> None:
     engine.load(handle_of(make_tiny_model()), 1)
     engine.sleep()
     engine.load(handle_of(make_tiny_model()), 2)
-    assert library.calls == ["receive", "sleep 2", ["weights"], "receive", ["kv_cache"]]
+    assert library.calls == [*RECEIVES, "sleep 2", ["weights"], *RECEIVES, ["kv_cache"]]
     assert engine.policy_version == 2
     engine.wake()  # it is awake
-    assert len(library.calls) == 5
+    assert len(library.calls) == 7
 
 
 def test_what_the_trainer_has_freed_is_given_back_before_memory_is_taken(
@@ -84,7 +97,7 @@ def test_what_the_trainer_has_freed_is_given_back_before_memory_is_taken(
     engine.sleep()
     engine.load(handle_of(make_tiny_model()), 1)
     gives = ["collect", "empty"]
-    assert library.calls[1:] == [*gives, ["weights"], "receive", *gives, ["kv_cache"]]
+    assert library.calls[1:] == [*gives, ["weights"], *RECEIVES, *gives, ["kv_cache"]]
 
 
 def test_weights_that_sleep_has_dropped_are_read_again_to_wake() -> None:
@@ -92,7 +105,7 @@ def test_weights_that_sleep_has_dropped_are_read_again_to_wake() -> None:
     engine.load(handle_of(make_tiny_model()), 7)
     engine.sleep()
     engine.wake()
-    assert library.calls[1:] == ["sleep 2", ["weights"], "receive", ["kv_cache"]]
+    assert library.calls[2:] == ["sleep 2", ["weights"], *RECEIVES, ["kv_cache"], "damaged"]
     assert engine.policy_version == 7
 
 
@@ -101,12 +114,12 @@ def test_weights_of_the_object_store_are_read_again_and_a_transfer_is_not() -> N
     engine.load(ObjectSender(None).pack(named_weights(make_tiny_model()), 3), 3)
     engine.sleep()
     engine.wake()
-    assert library.calls[1:] == ["sleep 2", ["weights"], "receive", ["kv_cache"]]
+    assert library.calls[2:] == ["sleep 2", ["weights"], *RECEIVES, ["kv_cache"], "damaged"]
     engine.load(Once(), 4)
     library.calls.clear()
     engine.sleep()
     engine.wake()
-    assert library.calls == ["sleep 1", ["weights"], ["kv_cache"]]
+    assert library.calls == ["sleep 1", ["weights"], ["kv_cache"], "damaged"]
 
 
 def test_weights_that_cannot_be_read_again_are_kept_in_main_memory() -> None:
@@ -116,7 +129,7 @@ def test_weights_that_cannot_be_read_again_are_kept_in_main_memory() -> None:
     library.calls.clear()
     engine.sleep()
     engine.wake()
-    assert library.calls == ["sleep 1", ["weights"], ["kv_cache"]]
+    assert library.calls == ["sleep 1", ["weights"], ["kv_cache"], "damaged"]
 
 
 def test_a_full_device_at_wake_up_is_one_message(

@@ -23,7 +23,7 @@ from torchrl_grpo.generation.base import SamplingParams, preserve_rng
 from torchrl_grpo.generation.vllm import VLLMBase
 from torchrl_grpo.weights import worker as worker_module
 from torchrl_grpo.weights.shared import SharedWeights
-from torchrl_grpo.weights.worker import WeightSyncExtension, checksum
+from torchrl_grpo.weights.worker import WeightSyncExtension
 
 READER = """
 import pickle, sys
@@ -88,22 +88,6 @@ def test_many_updates_leak_no_memory_and_no_file():
         if update == 10:
             files, memory = used()
     assert used()[0] <= files and used()[1] < memory + 40e6
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_a_checksum_is_another_one_for_a_changed_moved_or_missing_byte(dtype: torch.dtype) -> None:
-    weight = torch.arange(2**20 + 100, dtype=torch.float32).remainder(251).to(dtype)
-    same = checksum(weight)
-    assert len(same) == 2 and checksum(weight.clone()) == same
-    for place in (0, 2**20 - 1, 2**20, 2**20 + 99):
-        other = weight.clone()
-        other[place] += 1
-        assert checksum(other) != same
-    for places in ([5, 9], [5, 2**20 + 7]):
-        moved = weight.clone()
-        moved[places] = moved[places[::-1]]
-        assert checksum(moved) != same
-    assert checksum(weight[:-1]) != same and checksum(weight[:0]) == []
 
 
 class Worker(WeightSyncExtension):
@@ -192,6 +176,7 @@ def test_weights_arrive_on_the_workers_device_in_any_thread(
     calls = list[Any]()
     names = ("start_weight_update", "finish_weight_update")
     engine = SimpleNamespace(
+        model=SimpleNamespace(load_weights=None),
         update_weights=lambda update: calls.append(getattr(here, "device", torch.device("cuda:0"))),
         **{name: partial(calls.append, name) for name in names},
     )

@@ -243,7 +243,6 @@ def build(
         schedule = schedule_of(
             config,
             reference_version=reference_version,
-            unverified=transfer.unverified,
             ends_at=None if time_limit is None else started_at + time_limit,
         )
         return Run(

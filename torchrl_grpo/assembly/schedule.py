@@ -13,7 +13,6 @@ def schedule_of(
     config: GRPOConfig,
     *,
     reference_version: int = 0,
-    unverified: bool = False,
     ends_at: float | None = None,
 ) -> Schedule:
     """Return the schedule of a config whose length is known (after ``prepare``); see
@@ -28,7 +27,6 @@ def schedule_of(
         refresh_every=None if config.ref_model.decay else config.ref_model.refresh_every,
         reference_version=reference_version,
         mismatch_tolerance=engine.check_sync_tolerance if engine.check_sync else None,
-        verify_tolerance=engine.check_sync_tolerance if unverified else None,
         on_policy=config.optim_steps_per_batch == 1,
         ends_at=ends_at,
     )

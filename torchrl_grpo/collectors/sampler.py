@@ -18,7 +18,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.collectors.demonstrations import Demonstrations
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
-from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.errors import ConfigError, ReceiptError
 from torchrl_grpo.generation.base import Engine, SamplingParams, preserve_rng
 from torchrl_grpo.images import Prompt
 from torchrl_grpo.reward_pool import RewardPool
@@ -152,13 +152,23 @@ class Sampler:
         self._lock = threading.Lock()
         self._asleep = False
 
-    def update(self, handle: WeightHandle, version: int) -> float:
-        """Give the engine new weights. Return the seconds that this took."""
+    def update(self, handle: WeightHandle, version: int) -> tuple[float, float]:
+        """Give the engine new weights. Return the seconds that this took, and those of receipts.
+
+        Raises:
+            ReceiptError: the engine does not have them afterwards.
+        """
         start = time.perf_counter()
         self._empty_cache()
         self.engine.load(handle, version)  # loading wakes the engine
         self._asleep = False
-        return time.perf_counter() - start
+        if self.engine.policy_version != version:
+            raise ReceiptError(
+                f"an engine has the weights of version {self.engine.policy_version} after the "
+                f"update to version {version}: {type(self.engine).__name__}.load must set "
+                "policy_version."
+            )
+        return time.perf_counter() - start, self.engine.receipt_s
 
     def play(self, task: RolloutTask) -> tuple[RolloutReport, list[TensorDictBase]]:
         """Play a task.

@@ -8,15 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.weights.adapters import AdapterHandle
+from torchrl_grpo.weights.receipts import Digests
 
 
 @torch.no_grad()
-def hold(model: nn.Module, handle: AdapterHandle) -> bool:
+def hold(model: nn.Module, handle: AdapterHandle, digests: Digests) -> bool:
     """Replace a model's adapters, which its layers add to their output.
 
     Args:
         model: whose weights stay as they are.
         handle: of the adapters.
+        digests: get those of the adapters that arrive.
 
     Returns:
         whether all of them are of linear layers; otherwise nothing was changed.
@@ -24,7 +26,7 @@ def hold(model: nn.Module, handle: AdapterHandle) -> bool:
     layers: list[Any] = [model.get_submodule(name.rpartition(".")[0]) for name, _ in handle.layers]
     if not all(type(layer) is nn.Linear for layer in layers):
         return False
-    matrices = iter(handle.matrices.weights())
+    matrices = digests.of(handle.matrices.weights())
     for layer, (_, scaling), (_, a), (_, b) in zip(
         layers, handle.layers, matrices, matrices, strict=True
     ):

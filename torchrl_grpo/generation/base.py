@@ -20,12 +20,13 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from torchrl_grpo.checks import MIN_TEMPERATURE
-from torchrl_grpo.errors import RunLostError
+from torchrl_grpo.errors import ReceiptError, RunLostError
 from torchrl_grpo.generation.engines import ENGINES, KEY
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.images import Prompt
 from torchrl_grpo.rewards.functions import load_object
-from torchrl_grpo.weights import WeightHandle
+from torchrl_grpo.weights import TransferHandle, WeightHandle
+from torchrl_grpo.weights.receipts import Receipt
 
 
 @dataclass(frozen=True)
@@ -210,11 +211,15 @@ class Engine(ABC):
 
     Attributes:
         policy_version: version of the weights.
+        receipt: of the weights; None before the first update.
+        receipt_s: seconds that the receipts of the latest update took.
         concurrent: whether it samples for several threads at once.
         exclusive: a lock that threads hold while they use an engine that is not concurrent.
     """
 
     policy_version: int = 0
+    receipt: Receipt | None = None
+    receipt_s: float = 0.0
     concurrent: bool = False
     exclusive: AbstractContextManager[Any] = nullcontext()
 
@@ -317,8 +322,27 @@ class Engine(ABC):
 
         Raises:
             RuntimeError: as in ``update_weights``; or the weights could not be read.
+            ReceiptError: they did not arrive, or are the previous ones although they were trained.
         """
-        self.update_weights(handle.weights(), version)
+        with self._checks_change(handle, version):
+            self.update_weights(handle.weights(), version)
+
+    @contextmanager
+    def _checks_change(self, handle: WeightHandle, version: int) -> Iterator[None]:
+        """Context of an update, after which the receipt must be another one if training has changed
+        the weights.
+        """
+        before, changes = self.receipt, handle.changes and version != self.policy_version
+        yield
+        if not isinstance(handle, TransferHandle):  # whose seconds are those of the workers too
+            self.receipt_s += handle.receipt_s
+        if changes and before and self.receipt == before:
+            raise ReceiptError(
+                f"the optimizer changed the weights of version {version}, but the engine's are "
+                f"those of the version before, all {len(before)} tensors: what is trained is not "
+                "what is sent. Are the trained adapters or layers part of the model? If the "
+                "changes are too small for inference_model.dtype, use float32."
+            )
 
     def seed(self, seed: int) -> None:  # noqa: B027
         """Make further sampling reproducible, as far as the engine can."""

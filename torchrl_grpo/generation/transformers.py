@@ -39,6 +39,7 @@ from torchrl_grpo.host.threads import limit_threads
 from torchrl_grpo.images import Prompt, tokens_of
 from torchrl_grpo.weights import WeightHandle, load_weights
 from torchrl_grpo.weights.adapters import AdapterHandle
+from torchrl_grpo.weights.receipts import Digests
 
 _CHECK_EVERY = 4
 """Steps between two checks for finished rows, because each check waits for the device."""
@@ -159,16 +160,24 @@ class TransformersEngine(Engine):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._check_open()
         with self.exclusive:
-            load_weights(self.model, weights)
+            digests = load_weights(self.model, weights)
             drop(self.model)
             self._has_base = False
-            self.policy_version = version
+            self._note(digests, version)
+
+    def _note(self, digests: Digests, version: int) -> None:
+        """Note the version of new weights, with their digests."""
+        self.receipt, self.receipt_s = digests.receipt(), digests.seconds
+        self.policy_version = version
 
     def load(self, handle: WeightHandle, version: int) -> None:
         self._check_open()
         with self.exclusive:
-            if self._has_base and isinstance(handle, AdapterHandle) and hold(self.model, handle):
-                self.policy_version = version
+            digests = Digests()
+            adapts = self._has_base and isinstance(handle, AdapterHandle)
+            if adapts and hold(self.model, handle, digests):
+                with self._checks_change(handle, version):
+                    self._note(digests, version)
             else:
                 super().load(handle, version)
 

@@ -40,7 +40,7 @@ from torchrl import torchrl_logger
 from transformers import PretrainedConfig
 
 from torchrl_grpo.checks import check_heads, exact_context
-from torchrl_grpo.errors import TransferRefusedError
+from torchrl_grpo.errors import ReceiptError, TransferRefusedError
 from torchrl_grpo.generation.base import (
     AdapterSlots,
     Completion,
@@ -67,6 +67,7 @@ from torchrl_grpo.weights import (
     expected_weights,
 )
 from torchrl_grpo.weights.adapters import AdapterHandle
+from torchrl_grpo.weights.receipts import Receipted, compare
 from torchrl_grpo.weights.shared import SharedBlock, SharedWeights
 from torchrl_grpo.weights.worker import unname_queues
 
@@ -483,7 +484,7 @@ class VLLMBase(Engine):
         self.max_model_len: int = model_config.max_model_len
         self._dtype: torch.dtype = model_config.dtype
         self._num_workers: int = vllm_config.parallel_config.world_size
-        self._fast_works = self._fast_failed = False
+        self._fast_failed = False
         # Further requests' ``LoRARequest`` and its version.
         self._adapters: tuple[Any, int] = None, 0
         self._hf_config, self._trust_remote_code = config, model_config.trust_remote_code
@@ -548,8 +549,14 @@ class VLLMBase(Engine):
         Raises:
             TransferRefusedError: the workers cannot. The engine is unchanged, or has the weights of
                 ``EitherHandle.slow``.
+            ReceiptError: see ``Engine``.
         """
         self._open()
+        with self._checks_change(handle, version):
+            self._load(handle, version)
+
+    def _load(self, handle: WeightHandle, version: int) -> None:
+        """See ``load``."""
         if isinstance(handle, EitherHandle):
             with self._updating(version):
                 problem = self._receive_either(handle)
@@ -577,49 +584,38 @@ class VLLMBase(Engine):
 
         shared = SharedWeights(handle.matrices.weights(), torch.float32)
         try:
-            self._rpc("attach_adapters", vars(shared.block), list(handle.layers), number, keep)
+            [block] = shared.block.updates()
+            answers = self._rpc("attach_adapters", block, list(handle.layers), number, keep)
+            self._settle(shared.block, answers)
         finally:
             shared.close()
         # vLLM would read this path if its workers had lost the adapters, and fail.
         return LoRARequest(f"policy-{number}", number, f"/in/memory/{number}")
 
     def _receive_either(self, handle: EitherHandle) -> str:
-        """Have the workers receive weights on the fast path, if it has once delivered the same as
-        the slow path.
+        """Have the workers receive weights on the fast path, until it has failed once.
 
         Returns:
             the problem that made this call give up the fast path, or an empty string.
         """
-        if self._fast_failed:
-            self._receive_slow(handle)
-            return ""
-        try:
-            if not self._fast_works:
-                self._receive_slow(handle)
-                expected = self._rpc("digest")
-                self._rpc("zero_received_weights")
-            self._receive(handle.fast, TRIAL_S)
-            if self._fast_works or self._rpc("digest") == expected:
-                self._fast_works = True
+        problem = ""
+        if not self._fast_failed:
+            try:
+                self._receive(handle.fast, TRIAL_S)
                 return ""
-            problem = "the bytes that arrived differ from those sent"
-        except TransferRefusedError as error:
-            problem = str(error)
-        self._fast_failed = True
-        self._receive_slow(handle)
-        return problem
-
-    def _receive_slow(self, handle: EitherHandle) -> None:
+            except (TransferRefusedError, ReceiptError) as error:
+                problem, self._fast_failed = str(error), True
         with self._shared(handle.weights()) as block:
             self._receive(block)
+        return problem
 
     @contextmanager
     def _shared(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[SharedBlock]:
         """Context with checked weights in shared memory."""
         tied = self._expected_weights[2]
-        shared = SharedWeights(
-            ((name, weight) for name, weight in weights if name not in tied), self._dtype
-        )
+        receipt = getattr(weights, "receipt", None)
+        untied = ((name, weight) for name, weight in weights if name not in tied)
+        shared = SharedWeights(Receipted(untied, receipt), self._dtype)
         try:
             self._check(shared.block)
             yield shared.block
@@ -632,7 +628,7 @@ class VLLMBase(Engine):
             check_weights(handle.layout, shapes, model)
 
     def _receive(self, handle: TransferHandle, deadline_s: float | None = None) -> None:
-        """Have every worker receive the weights of a handle.
+        """Have every worker receive the weights of a handle, and compare receipts.
 
         Args:
             handle: of the weights.
@@ -640,6 +636,7 @@ class VLLMBase(Engine):
 
         Raises:
             TransferRefusedError: with a deadline, any failure.
+            ReceiptError: a worker does not have the weights.
         """
         init, updates = handle.init_info(self._num_workers), handle.updates()
         update: dict[str, Any] | None = next(updates)
@@ -652,6 +649,30 @@ class VLLMBase(Engine):
             if any(problems):
                 raise TransferRefusedError(next(filter(None, problems)))
             update, first, init = following, False, None
+        self._settle(handle, self._rpc("receipt"))
+
+    def _settle(self, handle: WeightHandle, answers: Sequence[Any]) -> None:
+        """Compare a handle's receipt with the workers' answers.
+
+        Raises:
+            ReceiptError: a worker does not have the weights.
+        """
+        for rank, (received, _, _) in enumerate(answers):
+            compare(handle.receipt or {}, received, f"vLLM's worker {rank}")
+        # One worker's part of a tensor may be as before.
+        stale = set.intersection(*({*names} for _, names, _ in answers))
+        self._require_none(stale, "after an update")
+        self.receipt = answers[0][0]
+        self.receipt_s = handle.receipt_s + max(seconds for *_, seconds in answers)
+
+    def _require_none(self, wrong: set[str], when: str) -> None:
+        """Raise if parameters of the workers' models are not those that arrived."""
+        if wrong:
+            raise ReceiptError(
+                f"{when}, {len(wrong)} parameters of vLLM's model must be those of version "
+                f"{self.policy_version} that arrived, but are not: {', '.join(sorted(wrong)[:5])}. "
+                "Use another version of vLLM, or inference_model.backend=transformers."
+            )
 
     def _sampling_params(
         self, prompt_len: int, n: int, params: SamplingParams, in_parts: bool = False
@@ -832,8 +853,10 @@ class VLLMEngine(VLLMBase):
         if self._asleep and self._latest is not None:
             with suppress(TransferRefusedError):  # raised after the slow path has delivered them
                 self.load(self._latest, self.policy_version)
-        for part in list(self._asleep):
-            self._bring_back(part)
+        if self._asleep:
+            for part in list(self._asleep):
+                self._bring_back(part)
+            self._require_none(set().union(*self._rpc("damaged")), "after waking")
 
     def _bring_back(self, part: str) -> None:
         """Give a part of a sleeping engine its memory on the device back.

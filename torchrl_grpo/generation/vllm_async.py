@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchrl_grpo.checks import InFlight
-from torchrl_grpo.errors import TransferRefusedError
+from torchrl_grpo.errors import ReceiptError, TransferRefusedError
 from torchrl_grpo.generation.base import (
     Completion,
     Engine,
@@ -331,7 +331,7 @@ class AsyncVLLMEngine(VLLMBase):
                 self._call(self._pause(version))
                 try:
                     yield
-                except TransferRefusedError:
+                except (TransferRefusedError, ReceiptError):
                     raise
                 except BaseException as error:
                     # The weights may be partly loaded, so the engine is lost, but not the run.

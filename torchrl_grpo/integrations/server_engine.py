@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchrl_grpo.checks import InFlight, exact_context
+from torchrl_grpo.errors import ReceiptError
 from torchrl_grpo.generation.base import (
     Completion,
     Engine,
@@ -41,9 +43,13 @@ from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.images import Prompt, text_tokens
 from torchrl_grpo.integrations.server_answers import SampleRequest
 from torchrl_grpo.integrations.servers import AT_A_TIME, COMES_BACK_S, connect, require_httpx2
+from torchrl_grpo.weights import WeightHandle
 from torchrl_grpo.weights.handle import on_host
 from torchrl_grpo.weights.named import expected_weights
+from torchrl_grpo.weights.receipts import Digests, compare
 
+_PROBE = [1] * 16
+"""Prompt that shows whether a server's weights have changed."""
 _ABORTS = 5
 """Consecutive answers that may be aborts although no update caused them."""
 
@@ -93,6 +99,7 @@ class ServerEngine(Engine):
         self._updates = threading.Lock()
         self._threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="server")
         self._closed = False
+        self._answer: dict[int, float] = {}  # its log-probs of the probe's next token
 
     @classmethod
     def require(cls, *, on_cpu: bool) -> None:
@@ -224,13 +231,44 @@ class ServerEngine(Engine):
                 file.unlink(missing_ok=True)
             self.policy_version = version
 
+    def load(self, handle: WeightHandle, version: int) -> None:
+        """See ``Engine``; trained weights must change what the server predicts.
+
+        Raises:
+            ReceiptError: they do not.
+        """
+        if self._folder is not None and not self._answer:
+            self._answer = self._server.candidates(_PROBE, 1.0)
+        changes = handle.changes and version != self.policy_version
+        super().load(handle, version)
+        if self._folder is None:
+            return
+        start, before = time.perf_counter(), self._answer
+        self._answer = answer = self._server.candidates(_PROBE, 1.0)
+        self.receipt_s += time.perf_counter() - start
+        both = before.keys() & answer.keys()
+        if changes and both and all(before[token] == answer[token] for token in both):
+            raise ReceiptError(
+                f"inference_model.address: the server at {self.address} must predict something "
+                f"else with the trained weights of version {version}, which it says it has loaded, "
+                "but its log-probs are those of the version before: see its log."
+            )
+
     def _write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
         """Write a checkpoint for the server to a temporary file, and rename it."""
         from safetensors.torch import save_file
 
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
-        values = {name: on_host(weight, self._dtype) for name, weight in weights}
+        known = getattr(weights, "receipt", None) or {}
+        values, digests = dict[str, Tensor](), Digests()
+        for name, weight in weights:
+            if weight.dtype != self._dtype:
+                known = {}
+            values[name] = on_host(weight, self._dtype)
+            digests.add(name, values[name])
+        self.receipt, self.receipt_s = digests.receipt(), digests.seconds
+        compare(known, self.receipt, f"the folder of the server at {self.address}")
         # Without them, a server with a packed copy of a tied head would not update the copy.
         values |= {
             name: values[other].clone() for name, other in self._tied.items() if name not in values

@@ -29,6 +29,8 @@ from torchrl_grpo.transforms.ragged import join_groups
 from torchrl_grpo.weights import ObjectSender, Sender, WeightHandle
 from torchrl_grpo.weights.mismatch import Probe, log_prob_mismatch
 
+_SURE = 100
+"""Number of weights that an update must change, after rounding, so that at least one surely does."""
 _CHECKED = 64
 """Number of tokens that show whether weights are still usable."""
 
@@ -136,6 +138,12 @@ class Learner:
     def weights(self) -> WeightHandle | None:
         """Return a handle of the current weights for the engines; None on a rank other than 0."""
         handle = self._send(self.sender)
+        if handle is not None:
+            weights = self.trainer.parameters
+            # The share of the weights that so small an update changes is its size over eps.
+            eps = torch.finfo(self.sender.dtype or weights[0].dtype).eps
+            changed = self.trainer.update_size * sum(weight.numel() for weight in weights) / eps
+            handle.note(changes=changed > _SURE)
         if self.turns:
             torch.cuda.empty_cache()
         return handle

@@ -125,6 +125,7 @@ class PolicyTrainer:
         self.version = 0
         self.optim_steps = 0
         self.skipped_steps = 0
+        self.update_size = 0.0  # mean of the latest batch's steps
         self._nonfinite_in_a_row = 0
         self._pass_sizes: list[tuple[int, int, int]] = []
         self._nonfinite_reason = ""
@@ -175,6 +176,7 @@ class PolicyTrainer:
         for average in self.averages.values():
             average.update(self.version)
         metrics = {name: _finite_mean([step[name] for step in steps]) for name in steps[0]}
+        self.update_size = metrics.get("train/update_size", 0.0)
         return metrics | {"train/skipped_steps": float(self.skipped_steps)}
 
     def _optim_batches(self, batch: TensorDictBase) -> Sequence[TensorDictBase]:

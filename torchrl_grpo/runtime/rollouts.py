@@ -46,6 +46,7 @@ class Rollouts:
         references: workers with a reference model.
         teachers: workers with a teacher.
         published: the latest published version; None before the first.
+        receipt_s: seconds that the receipts of a sampler's latest weights took.
 
     Args:
         tasks: queue of tasks, each with as many groups as the samplers' environments.
@@ -108,7 +109,7 @@ class Rollouts:
         # By version: the published one, and older ones that samplers still read.
         self._handles: dict[int, Any] = {}
         self._reference_weights: Any = None
-        self._update_s = 0.0
+        self._update_s = self.receipt_s = 0.0
         self._metrics: dict[str, float] = {}
 
     # Called by the loop
@@ -224,9 +225,6 @@ class Rollouts:
     # Coroutines of these calls
 
     async def _publish(self, handle: Any, version: int) -> None:
-        if version == self.published:  # the weights are sent again, in another way
-            for sampler in self.samplers:
-                sampler.version = None
         self._handles[version], self.published = handle, version
         self._learners_turn = False
         self.tasks.buffer.publish(version)
@@ -345,7 +343,7 @@ class Rollouts:
         assert version is not None
         handle = self._handles[version]
         try:
-            self._update_s = await sampler.call(
+            self._update_s, self.receipt_s = await sampler.call(
                 f"load the weights of version {version}", "update", handle, version
             )
         except TransferRefusedError as refusal:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchrl_grpo.weights.handle import Sender, Source, WeightHandle
 from torchrl_grpo.weights.named import LoraDelta, TensorStream, merged, to_checkpoint
+from torchrl_grpo.weights.receipts import Digests
 
 BaseModel = Callable[[], nn.Module]
 
@@ -53,7 +55,8 @@ class AdapterHandle(WeightHandle):
         deltas: defaultdict[str, list[LoraDelta]] = defaultdict(list)
         # Copies, because the memory layout of operands may change the last bits of their product,
         # which must equal the trainer's.
-        copies = (matrix.to("cpu", copy=True) for _, matrix in self.matrices.weights())
+        matrices = Digests().of(self.matrices.weights())
+        copies = (matrix.to("cpu", copy=True) for _, matrix in matrices)
         for (name, scaling), a, b in zip(self.layers, copies, copies, strict=True):
             deltas[name].append(LoraDelta(a, b, scaling))
         return dict(deltas)
@@ -70,11 +73,13 @@ class AdapterSender(Sender):
     Args:
         carrier: sends the adapters' matrices; it must keep their dtype.
         base: see ``AdapterHandle``.
+        dtype: dtype of the engine's weights; None for the base's.
     """
 
-    def __init__(self, carrier: Sender, base: BaseModel) -> None:
+    def __init__(self, carrier: Sender, base: BaseModel, dtype: torch.dtype | None = None) -> None:
         self._carrier = carrier
         self._base = base
+        self.dtype = dtype
 
     def _content(self, source: Source) -> Iterator[tuple[str, Any]]:
         return source.adapters()
@@ -87,7 +92,10 @@ class AdapterSender(Sender):
             for name, delta in deltas
             for side, matrix in (("A", delta.a), ("B", delta.b))
         ]
-        return AdapterHandle(self._base, layers, self._carrier.pack(matrices, version))
+        carried = self._carrier.pack(matrices, version)
+        handle = AdapterHandle(self._base, layers, carried)
+        handle.note(receipt_s=carried.receipt_s)
+        return handle
 
     def release(self, version: int) -> None:
         self._carrier.release(version)

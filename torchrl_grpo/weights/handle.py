@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.weights.named import LoraDelta, NamedTensors, TensorStream
+from torchrl_grpo.weights.receipts import Digests, Receipt
 
 Updates = Iterator[dict[str, Any]]
 Shapes = list[tuple[str, tuple[int, ...]]]
@@ -29,7 +30,21 @@ Part = tuple[str, Shapes]
 
 
 class WeightHandle(ABC):
-    """Access to the weights of one version."""
+    """Access to the weights of one version.
+
+    Attributes:
+        receipt: of the tensors that are sent; None if their reader makes it.
+        receipt_s: seconds that the sender took to make it.
+        changes: whether training has changed the weights since the previous handle.
+    """
+
+    receipt: Receipt | None = None
+    receipt_s: float = 0.0
+    changes: bool = False
+
+    def note(self, **values: Any) -> None:
+        """Set attributes, before the handle is given away."""
+        vars(self).update(values)
 
     @abstractmethod
     def weights(self) -> TensorStream:
@@ -99,7 +114,7 @@ class Source(Protocol):
     def adapters(self) -> Iterator[tuple[str, LoraDelta]]: ...
 
 
-class Sender(ABC):
+class Sender:
     """Trainer's side. Each training rank has a sender; rank 0's makes the handles.
 
     Attributes:
@@ -127,9 +142,17 @@ class Sender(ABC):
     def _content(self, source: Source) -> Iterator[tuple[str, Any]]:
         return source.weights(self.dtype)
 
-    @abstractmethod
     def pack(self, weights: Iterable[tuple[str, Any]], version: int) -> WeightHandle:
-        """Make a handle of these weights, which may come one at a time."""
+        """Make a handle of these weights, which may come one at a time, with their receipt."""
+        digests = Digests()
+        sent = ((name, weight.detach().to(self.dtype or weight.dtype)) for name, weight in weights)
+        handle = self._pack(digests.of(sent), version)
+        handle.note(receipt=digests.receipt(), receipt_s=digests.seconds)
+        return handle
+
+    def _pack(self, weights: TensorStream, version: int) -> WeightHandle:
+        """Make a handle of weights in the dtype in which they are sent."""
+        raise NotImplementedError(f"{type(self).__name__} must override pack or _pack.")
 
     def resend(self, version: int, reason: str) -> WeightHandle:
         """Make another handle of an unreleased version after the first one was refused. Later
@@ -143,10 +166,10 @@ class Sender(ABC):
             f"{type(self).__name__} has one way to send weights, and it was refused: {reason}"
         )
 
-    def release(self, version: int) -> None:  # noqa: B027
+    def release(self, version: int) -> None:
         """Free a version that nobody will read anymore."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Free all versions. May be called again."""
 
 
@@ -165,7 +188,14 @@ class DirectHandle(WeightHandle):
 
 
 class DirectSender(Sender):
-    """Sender of ``DirectHandle``s: nothing is copied or kept."""
+    """Sender of ``DirectHandle``s: nothing is copied or kept.
+
+    Args:
+        dtype: dtype to which the engine converts the weights; None if it keeps their own.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
 
     def send(self, source: Source, version: int, *, keep: bool = True) -> WeightHandle:
         return self.handle(source.weights)

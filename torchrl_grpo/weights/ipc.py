@@ -7,6 +7,7 @@ calls packed.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from torchrl_grpo.weights.handle import (
 )
 from torchrl_grpo.weights.meeting import Meeting, MeetingSender, connected
 from torchrl_grpo.weights.named import NamedTensors, TensorStream
+from torchrl_grpo.weights.receipts import Digests
 
 
 def exported(flat: Tensor, part: Part) -> dict[str, Any]:
@@ -89,8 +91,11 @@ class IpcStream(TransferHandle):
         return {"packed": True}
 
     def updates(self) -> Updates:
+        digests = Digests()
         for flat, part in in_parts(on_gpu(self.read()), self.dtype):
+            deque(digests.of(unpacked(flat, part)), maxlen=0)
             yield exported(flat, part)
+        self.note(receipt=digests.receipt(), receipt_s=digests.seconds)
 
 
 class LocalSender(DirectSender):
@@ -101,14 +106,14 @@ class LocalSender(DirectSender):
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
-        self._dtype = dtype
+        super().__init__(dtype)
         self._refused = False
 
     def handle(self, read: Callable[[], NamedTensors]) -> WeightHandle:
         self._direct = DirectHandle(read)
         if self._refused:
             return self._direct
-        return EitherHandle(self._direct, IpcStream(read, self._dtype))
+        return EitherHandle(self._direct, IpcStream(read, self.dtype))
 
     def resend(self, version: int, reason: str) -> WeightHandle:
         from torchrl import torchrl_logger  # a slow import that vLLM's workers do not need
@@ -161,7 +166,7 @@ class IpcSender(MeetingSender):
         super().__init__(dtype, host)
         self._infos: dict[int, list[dict[str, Any]]] = {}
 
-    def pack(self, weights: NamedTensors, version: int) -> IpcParts:
+    def _pack(self, weights: NamedTensors, version: int) -> IpcParts:
         self._parts[version] = list(in_parts(on_gpu(weights), self.dtype))
         self._infos[version] = [exported(flat, part) for flat, part in self._parts[version]]
         return IpcParts(self._meeting, version, self._infos[version])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -122,7 +123,7 @@ class FastSender(Sender):
     def pack(self, weights: NamedTensors, version: int) -> WeightHandle:
         if self._refused:
             return ObjectSender(self.dtype).pack(weights, version)
-        handle = self._fast.pack(weights, version)
+        handle: Any = self._fast.pack(weights, version)
         if not self._unverified:
             return handle
         self._unverified = False
@@ -158,9 +159,9 @@ def make_sender(
     """
     if lora_base is not None:
         carrier = DirectSender() if transfer.kind == "direct" else ObjectSender(None)
-        return AdapterSender(carrier, lora_base)
+        return AdapterSender(carrier, lora_base, dtype)
     if transfer.kind == "direct":
-        return DirectSender()
+        return DirectSender(dtype)
     if transfer.kind == "direct_ipc":
         return LocalSender(dtype)
     if transfer.kind == "object_store":

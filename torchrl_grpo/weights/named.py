@@ -15,6 +15,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchrl_grpo.weights.receipts import Digests, compare
+
 NamedTensors = Iterable[tuple[str, Tensor]]
 TensorStream = Iterator[tuple[str, Tensor]]
 """Tensors with their names, read once."""
@@ -340,16 +342,32 @@ def check_weights(
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, weights: NamedTensors) -> None:
-    """Copy weights into a model, if all are present and fit.
+def load_weights(model: nn.Module, weights: NamedTensors) -> Digests:
+    """Copy weights into a model, if all are present and fit. Return digests of its parameters.
 
     Raises:
         RuntimeError: see ``check_weights``; the model is unchanged.
+        ReceiptError: the model does not have these weights afterwards.
     """
     expected, optional = expected_weights(model)
+    receipt = getattr(weights, "receipt", None) or {}
     weights = [entry for entry in weights if entry[0] in expected or entry[0] not in optional]
     layout = [(name, weight.shape) for name, weight in weights]
     check_weights(layout, expected, type(model).__name__, optional)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, weight in from_checkpoint(model, weights):
         parameters[name].copy_(weight)
+    sent, own, converted = dict(weights), Digests(), Digests()
+    for name, parameter in to_checkpoint(model, model.named_parameters()):
+        own.add(name, parameter)
+        if name in sent and (name not in receipt or sent[name].dtype != parameter.dtype):
+            converted.add(name, sent[name].to(parameter.dtype))
+    received = own.receipt()
+    receipt = {**receipt, **converted.receipt()}
+    own.seconds += converted.seconds
+    compare(
+        {name: receipt[name] for name in received if name in sent},
+        received,
+        type(model).__name__,
+    )
+    return own

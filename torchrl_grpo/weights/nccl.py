@@ -128,7 +128,7 @@ class NcclSender(MeetingSender):
         self._thread: threading.Thread | None = None
         self._group_id = b""
 
-    def pack(self, weights: NamedTensors, version: int) -> NcclWeights:
+    def _pack(self, weights: NamedTensors, version: int) -> NcclWeights:
         # In host memory, to leave the GPU's memory to training.
         parts = [(staged(flat), part) for flat, part in in_parts(weights, self.dtype)]
         self._parts[version] = parts

@@ -11,6 +11,7 @@ import torch
 
 from torchrl_grpo.weights.handle import Sender, WeightHandle, on_host, tensor_bytes
 from torchrl_grpo.weights.named import NamedTensors, TensorStream
+from torchrl_grpo.weights.receipts import Receipted
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class PackedWeights(WeightHandle):
                 (name, torch.from_numpy(data).view(dtype).view(shape))
                 for name, dtype, shape, data in self.tensors
             ]
-        return iter(views)
+        return Receipted(views, self.receipt)
 
 
 class ObjectSender(Sender):
@@ -44,7 +45,7 @@ class ObjectSender(Sender):
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
 
-    def pack(self, weights: NamedTensors, version: int) -> PackedWeights:
+    def _pack(self, weights: NamedTensors, version: int) -> PackedWeights:
         values = ((name, on_host(weight, self.dtype)) for name, weight in weights)
         return PackedWeights(
             tuple((name, value.dtype, value.shape, tensor_bytes(value)) for name, value in values)

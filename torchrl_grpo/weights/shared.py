@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -22,6 +22,7 @@ from torchrl_grpo.weights.handle import (
     unpacked,
 )
 from torchrl_grpo.weights.named import NamedTensors, TensorStream
+from torchrl_grpo.weights.receipts import Digests
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class SharedBlock(TransferHandle):
         return self.part[1]
 
     def updates(self) -> Updates:
-        yield vars(self)
+        yield asdict(self)
 
     def weights(self) -> TensorStream:
         if not os.path.exists(self.path) or self.name not in os.readlink(self.path):
@@ -69,7 +70,7 @@ class SharedWeights:
     process ends.
 
     Attributes:
-        block: handle for the readers.
+        block: handle for the readers, with a receipt.
 
     Args:
         weights: may come one at a time.
@@ -88,11 +89,16 @@ class SharedWeights:
     def __init__(self, weights: NamedTensors, dtype: torch.dtype) -> None:
         name = f"torchrl_grpo_weights_{uuid.uuid4().hex}"
         layout = []
+        known = getattr(weights, "receipt", None) or {}
+        digests = Digests()
         self._file = open(os.memfd_create(name), "wb")  # noqa: SIM115  closed by close
         try:
             # Written, not mapped: a lack of memory is an OSError here instead of a SIGBUS later.
             for weight_name, weight in weights:
-                value = staged(weight, dtype)
+                value = weight.detach().to(dtype)  # on its device
+                if weight_name not in known or weight.dtype != dtype:
+                    digests.add(weight_name, value)
+                value = staged(value)
                 self._file.write(tensor_bytes(value).data)
                 layout.append((weight_name, tuple(value.shape)))
             self._file.flush()
@@ -101,6 +107,10 @@ class SharedWeights:
             raise
         self.block = SharedBlock(
             f"/proc/{os.getpid()}/fd/{self._file.fileno()}", name, (dtype_name(dtype), layout)
+        )
+        receipt = {**known, **digests.receipt()}
+        self.block.note(
+            receipt={name: receipt[name] for name, _ in layout}, receipt_s=digests.seconds
         )
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ in its workers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -47,12 +47,7 @@ class UpdateInfo(_base.WeightTransferUpdateInfo):
 class ObjectStoreEngine(_base.WeightTransferEngine):
     """Engine that loads weights from the host's shared memory. vLLM copies them to the model's
     device.
-
-    Attributes:
-        loaded: names of the model's parameters that the latest update replaced.
     """
-
-    loaded: Collection[str] = ()
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -74,7 +69,7 @@ class ObjectStoreEngine(_base.WeightTransferEngine):
         # The trained model has no layers for speculative decoding.
         block = _pinned(update_info.weights(), self.device)
         with block as weights, _mtp.disable_mtp_completeness_check():
-            self.loaded = self.model.load_weights(weights) or set()
+            self.model.load_weights(weights)
 
     def shutdown(self) -> None:
         pass

@@ -6,12 +6,12 @@ vLLM itself adds the extension to its workers; other processes import this modul
 from __future__ import annotations
 
 import gc
-import hashlib
 import multiprocessing
 import os
 import struct
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -22,12 +22,12 @@ import torch
 
 from torchrl_grpo.host.processes import die_with_parent, enable_stack_dump
 from torchrl_grpo.weights.ipc import opened
+from torchrl_grpo.weights.receipts import Digests, Receipt, receipt_of
 from torchrl_grpo.weights.shared import SharedBlock
 from torchrl_grpo.weights.slots import attach, modules_with_slot
 
 OBJECT_STORE = "object_store"
 """Name of our engine in vLLM's factory."""
-_CHUNK = 2**20
 _NUMPY_STATE = struct.Struct("2496sqqd")
 """State of NumPy's generator: 624 words, the position in them, and a leftover Gaussian."""
 
@@ -86,27 +86,53 @@ class WeightSyncExtension:
         layers: list[tuple[str, float]],
         number: int,
         keep: list[int],
-    ) -> None:
-        """Load the adapters in a ``SharedBlock`` of these fields; see ``slots.attach``."""
-        attach(self, SharedBlock(**block).weights(), layers, number, keep)
-
-    def digest(self) -> str:
-        """Return a checksum of this worker's parameters; it depends on each byte's position."""
-        worker: Any = self
-        parameters = worker.model_runner.get_model().named_parameters()
-        return hashlib.sha256(
-            repr([(name, checksum(parameter.data)) for name, parameter in parameters]).encode()
-        ).hexdigest()
-
-    def zero_received_weights(self) -> None:
-        """Zero the parameters that the latest update through the object store replaced. An
-        incomplete next update then shows.
+    ) -> tuple[Receipt, list[str], float]:
+        """Load the adapters in a ``SharedBlock`` of these fields, see ``slots.attach``, and answer
+        like ``receipt``.
         """
+        digests = Digests()
+        attach(self, digests.of(SharedBlock(**block).weights()), layers, number, keep)
+        return digests.receipt(), [], digests.seconds
+
+    loaded: Digests
+    """Of the tensors that the model's loader got in the latest update."""
+    _settled: tuple[Receipt, Receipt] = ({}, {})
+    """Receipts of the loader and of the model's own parameters after the latest update."""
+
+    def receipt(self) -> tuple[Receipt, list[str], float]:
+        """Return the receipt of the latest update, the parameters of the model that do not have its
+        weights, and the seconds that this took.
+        """
+        start = time.perf_counter()
         worker: Any = self
-        loaded = worker.weight_transfer_engine.loaded
-        for name, parameter in worker.model_runner.get_model().named_parameters():
-            if name in loaded:
-                parameter.data.zero_()
+        packed = getattr(worker.model_runner.get_model(), "packed_modules_mapping", {})
+        loaded, own = self.loaded.receipt(), self.own()
+        before, own_before = self._settled
+        changed: dict[str, bool] = {}
+        for name in loaded.keys() & before.keys():
+            whole = _packed(name, packed)
+            changed[whole] = changed.get(whole, False) or loaded[name] != before[name]
+        stale = [
+            name
+            for name, value in own.items()
+            if name in changed and changed[name] != (value != own_before[name])
+        ]
+        if worker.model_config.quantization is not None:  # which may round changes away
+            stale = []
+        self._settled = loaded, own
+        return loaded, stale, self.loaded.seconds + time.perf_counter() - start
+
+    def own(self) -> Receipt:
+        """Return the receipt of the model's own parameters. On a CPU vLLM packs the weights of
+        linear layers where they cannot be read.
+        """
+        model: Any = self.model_runner.get_model()  # type: ignore[attr-defined]
+        return receipt_of((name, p.data) for name, p in model.named_parameters() if p.numel())
+
+    def damaged(self) -> list[str]:
+        """Return the parameters that are others than after the latest update."""
+        own = self.own()
+        return [name for name, value in self._settled[1].items() if own.get(name) != value]
 
     # Sampling uses torch's generator of the device; on CUDA vLLM also draws each request's seed
     # from NumPy's.
@@ -189,8 +215,14 @@ def _receive_part(
             engine.init_transfer_engine(engine.parse_init_info(init))
         if first:
             worker.unfinished = engine
+            worker.loaded = Digests()
             engine.start_weight_update()
-        engine.update_weights(update)
+        model, load = engine.model, engine.model.load_weights
+        model.load_weights = lambda weights: load(worker.loaded.of(weights))
+        try:
+            engine.update_weights(update)
+        finally:
+            model.load_weights = load
         if last:
             engine.finish_weight_update()
             worker.unfinished = None
@@ -219,15 +251,12 @@ def _run_within(function: Callable[[], None], seconds: float) -> str:
     return f"nothing arrived in {seconds:g} s" if thread.is_alive() else "".join(failures)
 
 
-def checksum(tensor: torch.Tensor) -> list[int]:
-    """Return a number for each 2**20 elements of a tensor: the sum of each element's bits times its
-    position, modulo 2**64.
-    """
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    positions = torch.arange(1, _CHUNK + 1, device=tensor.device)
-    chunks = tensor.contiguous().reshape(-1).view(bits).split(_CHUNK)
-    sums = [(chunk * positions[: len(chunk)]).sum() for chunk in chunks if len(chunk)]
-    return torch.stack(sums).tolist() if sums else []
+def _packed(name: str, packed: Mapping[str, Sequence[str]]) -> str:
+    """Return the name of the parameter that has a checkpoint's weight."""
+    layer, _, last = name.rpartition(".")
+    start, _, part = layer.rpartition(".")
+    whole = next((whole for whole, parts in packed.items() if part in parts), part)
+    return f"{start}.{whole}.{last}".lstrip(".")
 
 
 def _repair(worker: Any) -> None:

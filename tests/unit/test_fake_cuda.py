@@ -164,7 +164,7 @@ def to_shared_memory(weights: dict[str, torch.Tensor], folder: Path) -> dict[str
 
 def to_a_server(weights: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
     engine: Any = ServerEngine.__new__(ServerEngine)
-    engine._folder, engine._dtype, engine._tied = folder, torch.bfloat16, {}
+    engine.address, engine._folder, engine._dtype, engine._tied = "", folder, torch.bfloat16, {}
     return load_file(engine._write(weights.items()))
 
 

@@ -41,11 +41,8 @@ class Library:
         self.calls.append(method)
         if method == "receive":
             _, _, update, *_ = keywords["args"]
-            self.received = (
-                receipt_of(SharedBlock(update["path"], update["name"], update["part"]).weights())
-                if update
-                else {}
-            )
+            place = [update[name] for name in ("path", "name", "part") if update]
+            self.received = receipt_of(SharedBlock(*place).weights()) if place else {}
             return [""]
         return [({}, self.received, [], 0.0)] if method == "receipt" else [self.damaged]
 

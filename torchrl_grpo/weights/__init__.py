@@ -6,6 +6,7 @@
 - ``kinds``: the choice of a run's kind, and its sender.
 - ``named``: a model's weights by name (LoRA merged, gathered one at a time), and the check that
   weights fit a model.
+- ``receipts``: digests of the tensors that are sent, received and used.
 - ``worker``: methods of vLLM's worker processes; ``slots``: adapters in them.
 - ``transfer_engine``, ``shared``: our engine of vLLM's weight transfer.
 - ``meeting``: the store through which trainer and engines agree.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.models import make_tiny_model
-from torchrl_grpo.errors import MemoryShortError
+from torchrl_grpo.errors import MemoryShortError, ReceiptError
 from torchrl_grpo.generation.vllm import VLLMEngine
 from torchrl_grpo.weights import ObjectSender, TransferHandle, named_weights
 from torchrl_grpo.weights.handle import DirectHandle
@@ -102,7 +102,7 @@ def test_weights_that_sleep_has_dropped_are_read_again_to_wake() -> None:
     engine.load(handle_of(make_tiny_model()), 7)
     engine.sleep()
     engine.wake()
-    assert library.calls[2:] == ["sleep 2", ["weights"], *RECEIVES, ["kv_cache"], "damaged"]
+    assert library.calls[2:] == ["sleep 2", ["weights"], *RECEIVES, ["kv_cache"]]
     assert engine.policy_version == 7
 
 
@@ -111,7 +111,7 @@ def test_weights_of_the_object_store_are_read_again_and_a_transfer_is_not() -> N
     engine.load(ObjectSender(None).pack(named_weights(make_tiny_model()), 3), 3)
     engine.sleep()
     engine.wake()
-    assert library.calls[2:] == ["sleep 2", ["weights"], *RECEIVES, ["kv_cache"], "damaged"]
+    assert library.calls[2:] == ["sleep 2", ["weights"], *RECEIVES, ["kv_cache"]]
     engine.load(Once(), 4)
     library.calls.clear()
     engine.sleep()
@@ -127,6 +127,11 @@ def test_weights_that_cannot_be_read_again_are_kept_in_main_memory() -> None:
     engine.sleep()
     engine.wake()
     assert library.calls == ["sleep 1", ["weights"], ["kv_cache"], "damaged"]
+    library.damaged = ["model.norm.weight"]
+    engine.wake()  # it is awake
+    engine.sleep()
+    with pytest.raises(ReceiptError, match="after waking, 1 .* version 2 .*: model.norm.weight"):
+        engine.wake()
 
 
 def test_a_full_device_at_wake_up_is_one_message(

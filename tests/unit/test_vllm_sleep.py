@@ -44,7 +44,7 @@ class Library:
             place = [update[name] for name in ("path", "name", "part") if update]
             self.received = receipt_of(SharedBlock(*place).weights()) if place else {}
             return [""]
-        return [({}, self.received, [], 0.0)] if method == "receipt" else [self.damaged]
+        return [(self.received, [], 0.0)] if method == "receipt" else [self.damaged]
 
     def reset_prefix_cache(self) -> bool:
         return True

@@ -174,8 +174,8 @@ class TransformersEngine(Engine):
         self._check_open()
         with self.exclusive:
             digests = Digests()
-            adapts = self._has_base and isinstance(handle, AdapterHandle)
-            if adapts and hold(self.model, handle, digests):
+            adapters = handle if self._has_base and isinstance(handle, AdapterHandle) else None
+            if adapters is not None and hold(self.model, adapters, digests):
                 with self._checks_change(handle, version):
                     self._note(digests, version)
             else:

@@ -23,6 +23,8 @@ PRESETS = ("gsm8k", "math", "ifeval")
 """Built-in data sets from files or the hub; any other name is a file, a folder or a data set on the
 hub.
 """
+MCP = "mcp:"
+"""Prefix of the command or address of an MCP server."""
 OPENENV = "openenv:"
 """Prefix of the address of a server of OpenEnv."""
 VERIFIERS = "verifiers:"

@@ -21,12 +21,15 @@ from torchrl_grpo.starter import starter_path
 
 PROMPT = torch.tensor([5, 6, 7])
 PARAMS = SamplingParams(max_new_tokens=4)
+SPECULATION = ("spec_method", "spec_model", "spec_tokens", "speculative_config")
 
 
 def test_the_arguments_read_from_the_source_are_vllms_own() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    assert argument_names() == tuple(field.name for field in dataclasses.fields(EngineArgs))
+    names = argument_names()
+    assert names == tuple(field.name for field in dataclasses.fields(EngineArgs))
+    assert set(SPECULATION) == {name for name in names if name.startswith(("spec_", "speculative"))}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +48,10 @@ def test_the_arguments_read_from_the_source_are_vllms_own() -> None:
         ("logprobs_mode", r"engine_kwargs\.logprobs_mode=1 must be left out: exact log-probs"),
         ("logits_processors", r"engine_kwargs\.logits_processors=1 must be left out: exact"),
         ("watermark_config", r"engine_kwargs\.watermark_config=1 must be left out: exact"),
+        *(
+            (name, rf"engine_kwargs\.{name}=1 must be left out: .* speculative")
+            for name in SPECULATION
+        ),
     ],
 )
 def test_an_argument_that_is_not_the_users_is_refused_by_name(name: str, message: str) -> None:

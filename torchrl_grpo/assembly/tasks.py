@@ -103,7 +103,7 @@ def make_task(
             for i, entry in enumerate(tests)
         ]
         task = WithTests(task, dict(zip(names, sets, strict=True)))
-    functions = [load_function(name, "env.tools", {}) for name in env.tools if name != PYTHON]
+    functions = _load_tools(env)
     if env.environment is not None:
         task = _with_environment(task, env, functions)
     elif PYTHON in env.tools:
@@ -137,6 +137,17 @@ def make_task(
             "env.transforms."
         )
     return task
+
+
+def _load_tools(env: EnvConfig) -> list[Callable[..., Any]]:
+    """Return the functions of ``env.tools``, with those of its MCP servers."""
+    functions: list[Callable[..., Any]] = []
+    for name in env.tools:
+        if name.startswith(checks.MCP):
+            functions += load_extra("mcp_tools")(name, env.reward_timeout_s)
+        elif name != PYTHON:
+            functions.append(load_function(name, "env.tools", {}))
+    return functions
 
 
 def _check_parts(env: EnvConfig, tasks: Mapping[str, Task]) -> None:

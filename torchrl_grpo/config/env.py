@@ -77,7 +77,8 @@ class EnvConfig(DataConfig):
     tools: list[str] = field(default_factory=list)
     """Functions that the policy may call, as file.py:function or package.module:function; the model
     sees their type hints and docstrings. python is built in: it runs code in a sandbox and keeps
-    the dialog's variables. They run in reward workers, at least one of which is then started."""
+    the dialog's variables. mcp:COMMAND and mcp:URL are all tools of an MCP server (docs/tools.md).
+    They run in reward workers, at least one of which is then started."""
     tool_parser: str | None = None
     """tools, agent: a function of yours that finds the calls in a text, as file.py:function; null
     reads calls as the model's chat template, or its response template, writes them."""

@@ -29,6 +29,7 @@ EXTRAS = {
     "history_transforms": "torchrl_grpo.integrations.history:HistoryTransforms",  # env.transforms
     "ifeval_task": "torchrl_grpo.integrations.graders.ifeval_task:IFEvalTask",
     "math_task": "torchrl_grpo.integrations.graders.math_task:MathTask",
+    "mcp_tools": "torchrl_grpo.integrations.mcp:mcp_tools",  # env.tools=[mcp:...]
     "model_card": "torchrl_grpo.extras.export.card:model_card",  # of an exported model
     "objective": "torchrl_grpo.extras.report.summary:objective",  # of a sweep
     "openenv": "torchrl_grpo.integrations.openenv:OpenEnvKind",  # env.environment=openenv:...

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -18,6 +17,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from torchrl_grpo.checks import check_reward
+from torchrl_grpo.integrations.mcp import part_of, tool_schema
 from torchrl_grpo.tasks.with_environment import Kind
 from torchrl_grpo.tools import Toolbox
 from torchrl_grpo.tools.toolbox import Parser
@@ -135,21 +135,12 @@ def _observation_content(outcome: Mapping[str, Any]) -> str | list[dict[str, Any
             kinds = [block.get("type") for block in blocks]
             others = any(kind not in (None, "text") for kind in kinds)
             if "image" in kinds or (others and result.get("data") is None):
-                return list(map(_part, blocks))
+                return list(map(part_of, blocks))
             result = result.get("data", result)
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     if len(observation) == 1 and isinstance(only := next(iter(observation.values())), str):
         return only
     return json.dumps(observation, ensure_ascii=False) if observation else ""
-
-
-def _part(block: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a block of an MCP tool's result as a part of a message."""
-    if block["type"] == "text":
-        return {"type": "text", "text": block["text"]}
-    if block["type"] != "image":
-        raise ValueError(f"a result must have texts and images, but it has {block['type']!r:.60}.")
-    return {"type": "image", "image": b64decode(block["data"], validate=True)}
 
 
 class OpenEnvKind(Kind):
@@ -189,7 +180,7 @@ class OpenEnvKind(Kind):
                 f"({type(error).__name__}: {error}): start it first, or correct the address."
             ) from error
         of_mcp = [
-            _schema(
+            tool_schema(
                 tool["name"],
                 tool.get("description", ""),
                 tool.get("inputSchema") or tool.get("input_schema") or {},
@@ -204,7 +195,7 @@ class OpenEnvKind(Kind):
         schemas = list(of_mcp)
         if "tool_name" not in properties:
             schemas.append(
-                _schema(
+                tool_schema(
                     _ACTION, action.get("description", ""), {**action, "properties": properties}
                 )
             )
@@ -231,16 +222,3 @@ class OpenEnvKind(Kind):
         reward = environment.reward
         environment.reward = None
         return reward, environment.done
-
-
-def _schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool's schema for the chat template."""
-    schema = {
-        key: parameters[key] for key in ("properties", "required", "$defs") if key in parameters
-    }
-    function = {
-        "name": name,
-        "description": description,
-        "parameters": {"type": "object", **schema},
-    }
-    return {"type": "function", "function": function}

@@ -36,7 +36,7 @@ PARSER = """
 from torchrl_grpo.tools import ToolCall
 
 def parse(text):
-    return [ToolCall("add", {"a": 2, "b": 3})]
+    return [ToolCall("NAME", {"a": 2, "b": 3})]
 """
 
 
@@ -215,8 +215,10 @@ def test_a_missing_package_is_refused_with_the_extra(monkeypatch: pytest.MonkeyP
 def test_a_run_calls_a_server_and_leaves_no_process(
     kind: str, http: HTTPServer, tmp_path: Path
 ) -> None:
-    (tmp_path / "parser.py").write_text(PARSER)
-    spec = STDIO if kind == "stdio" else http.spec
+    name, spec = "add", http.spec
+    if kind == "stdio":
+        name, spec = "multiply", f"mcp:{sys.executable} {ROOT / 'examples' / 'my_mcp_server.py'}"
+    (tmp_path / "parser.py").write_text(PARSER.replace("NAME", name))
     steps = 2 if kind == "http" else 1000
     options = (
         f"env.tools=['{spec}']",
@@ -231,7 +233,7 @@ def test_a_run_calls_a_server_and_leaves_no_process(
     with Script(SYNC, tmp_path, *options) as script:
         script.wait(lambda: (tmp_path / "metrics.jsonl").is_file() and len(rows_of(tmp_path)) > 1)
         if kind == "stdio":
-            assert any("mcp_server" in command_line(child) for child in script.family)
+            assert any("my_mcp_server" in command_line(child) for child in script.family)
             script.process.send_signal(signal.SIGTERM)
         script.wait()
         assert script.left() == []

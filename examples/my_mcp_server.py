@@ -1,6 +1,7 @@
 """An MCP server, written with the official package (pip install 'torchrl_grpo[mcp]').
 
-python sota/grpo/grpo.py --config-name grpo_arithmetic 'env.tools=["mcp:python examples/my_mcp_server.py"]' env.max_turns=2
+python sota/grpo/grpo.py --config-name grpo_arithmetic env.max_turns=2 \\
+    'env.tools=["mcp:python examples/my_mcp_server.py"]'
 """
 
 from mcp.server import MCPServer

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import psutil
 import pytest
 
 from tests.support.configs import ROOT, compose_config
@@ -148,14 +149,16 @@ def test_a_call_without_an_answer_is_an_error_after_its_time(
 def test_a_dead_server_is_an_error_and_the_next_call_starts_another(
     tools: list[Any], call: Callable[..., Any], http: HTTPServer
 ) -> None:
+    detached, _ = call("leave")
     text, succeeded = call("die")
     assert text.startswith("error: ") and "session ended" in text and not succeeded
     if tools[0].func.__self__.address.startswith("http"):
         text, succeeded = call("add", a=1)
         assert "session ended" in text and not succeeded
+        psutil.Process(int(detached)).kill()
         http.start()
     else:
-        assert "out of paper" in text
+        assert "out of paper" in text and alive([int(detached)]) == []
     assert call("count") == ("1", True)
 
 

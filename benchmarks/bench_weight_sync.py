@@ -33,7 +33,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from torchrl_grpo.collectors import RolloutCollector, Sampler
 from torchrl_grpo.generation import Engine, SamplingParams, TransformersEngine
 from torchrl_grpo.learner import Learner
-from torchrl_grpo.models.loading import CheckpointModel, add_lora, resolve_name
+from torchrl_grpo.models.loading import add_lora, load_model, resolve_name
 from torchrl_grpo.runtime import cluster
 from torchrl_grpo.runtime.actors import Actor
 from torchrl_grpo.runtime.learner import RayLearner
@@ -108,20 +108,24 @@ class InTurns(Sender):
 
 def make_learner(name: str, dtype: torch.dtype, mesh: object) -> Learner:
     """Return the trainer's side, in its own process."""
-    base = CheckpointModel(name, torch.float32)
     senders = [
         make_sender(Transfer("object_store"), dtype=dtype),
-        make_sender(Transfer("object_store"), dtype=dtype, lora_base=base),
+        make_sender(Transfer("object_store"), dtype=dtype, adapters=True),
     ]
-    lora = add_lora(base(), r=16, alpha=32)
-    return Learner(Source(base(), lora), [], InTurns(senders))  # type: ignore[arg-type]
+    model, base = (
+        load_model(name, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2)
+    )
+    lora = add_lora(base, r=16, alpha=32)
+    return Learner(Source(model, lora), [], InTurns(senders))  # type: ignore[arg-type]
 
 
 def make_sampler(name: str, engine: str, dtype: torch.dtype) -> Sampler:
     """Return the engine's side, in its own process."""
     built: Engine
     if engine == "transformers":
-        built = TransformersEngine(CheckpointModel(name, dtype)(), copy=False)
+        built = TransformersEngine(
+            load_model(name, dtype=dtype, device=torch.device("cpu")), copy=False
+        )
     else:
         from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 

@@ -29,13 +29,11 @@ from tests.support.families import (
     random_sequences,
     scored,
 )
-from tests.support.weights import Trained
 from torchrl_grpo.generation import TransformersEngine
 from torchrl_grpo.generation.vllm import check_parts
 from torchrl_grpo.learner.export import export_model
-from torchrl_grpo.models.loading import CheckpointModel, load_config, load_model
-from torchrl_grpo.weights import ObjectSender, load_weights, named_weights
-from torchrl_grpo.weights.adapters import AdapterSender
+from torchrl_grpo.models.loading import load_config, load_model
+from torchrl_grpo.weights import load_weights, named_weights
 
 ROUNDING = 3e-5
 
@@ -144,15 +142,6 @@ def test_lora_on_experts_sends_what_peft_merges() -> None:
         "model.layers.0.block_sparse_moe.experts.3.w2.weight",
         "model.layers.0.self_attn.q_proj.weight",
     } <= changed
-
-
-def test_adapters_on_experts_make_the_weights_sent_whole(tmp_path: Path) -> None:
-    make_family("mixtral").save_pretrained(tmp_path)
-    model = make_adapters(make_family("mixtral"))
-    sender = AdapterSender(ObjectSender(None), CheckpointModel(str(tmp_path), torch.float32))
-    got, expected = dict(sender.send(Trained(model), 1).weights()), dict(named_weights(model))
-    assert got.keys() == expected.keys()
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 def test_an_exported_mixtral_is_loaded_as_it_was(

@@ -389,7 +389,9 @@ def test_remote_code_runs_where_it_is_trusted_and_asks_nobody(
     config |= {"model_type": "mine", "architectures": ["MineForCausalLM"], "auto_map": auto_map}
     (tmp_path / "config.json").write_text(json.dumps(config))
     mine = loading.load_config(str(tmp_path), trust_remote_code=True)
-    model = loading.CheckpointModel(str(tmp_path), torch.float32, trust_remote_code=True)()
+    model = loading.load_model(
+        str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), trust_remote_code=True
+    )
     assert type(model).__name__ == "MineForCausalLM"
     count = loading.config_shape(mine, trust_remote_code=True).parameters
     assert count == sum(parameter.numel() for parameter in model.parameters())

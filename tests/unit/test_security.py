@@ -206,7 +206,7 @@ def test_a_revision_pins_config_tokenizer_and_weights(
     assert (
         Path(loading.resolve_name(model.source)).name == "b" * 40
     )  # arguments of trainer, tokenizer and engine
-    got = loading.CheckpointModel(model.source, torch.float32)()
+    got = loading.load_model(model.source, dtype=torch.float32, device=torch.device("cpu"))
     expected = make_tiny_model(1)
     assert all(
         torch.equal(a, b) for a, b in zip(got.parameters(), expected.parameters(), strict=True)

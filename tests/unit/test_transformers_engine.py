@@ -212,18 +212,14 @@ def test_packed_weights_give_the_models_log_probs_after_an_update_too(make, monk
     assert largest_error(model, prompts, engine.generate(prompts, 4, params), 1.0) < 1e-5
 
 
-def adapter_sender(base):
-    return AdapterSender(ObjectSender(None), lambda: deepcopy(base))
-
-
-@pytest.mark.parametrize("targets", ["all-linear", ["k_proj", "up_proj", "c_attn", "dense"]])
+@pytest.mark.parametrize("targets", ["all-linear", ["k_proj", "up_proj", "dense"]])
 @pytest.mark.parametrize("least", [1, 2**20])
-@pytest.mark.parametrize("make", FUSED + GENERIC)
+@pytest.mark.parametrize("make", FUSED + GENERIC[1:])
 def test_adapters_beside_the_weights_give_the_models_log_probs(make, least, targets, monkeypatch):
-    """Two versions, on layers with and without a bias; GPT-2's are merged."""
+    """Two versions, on layers with and without a bias."""
     monkeypatch.setattr(fused_decoder, "_LEAST", least)
     base, prompts, params = build(make), make_prompts(5, 9), SamplingParams(12)
-    engine, sender = TransformersEngine(base), adapter_sender(base)
+    engine, sender = TransformersEngine(base), AdapterSender(ObjectSender(None))
     before = {name: weight.clone() for name, weight in engine.model.named_parameters()}
     for version in (1, 2):
         torch.manual_seed(version)
@@ -231,18 +227,9 @@ def test_adapters_beside_the_weights_give_the_models_log_probs(make, least, targ
         engine.load(sender.send(Trained(model), version), version)
         assert engine.policy_version == version
         assert largest_error(model, prompts, engine.generate(prompts, 2, params), 1.0) < 2e-5
-    is_same = all(torch.equal(w, before[name]) for name, w in engine.model.named_parameters())
-    assert is_same == (make is not make_gpt2)
+    assert all(torch.equal(w, before[name]) for name, w in engine.model.named_parameters())
     engine.update_weights(named_weights(base), 3)
     assert largest_error(base, prompts, engine.generate(prompts, 2, params), 1.0) < 2e-5
-
-
-def test_adapters_are_merged_into_weights_that_are_not_those_of_the_checkpoint():
-    base, prompts, params = make_tiny_model(), make_prompts(5), SamplingParams(8)
-    engine, lora = TransformersEngine(base), make_lora(make_tiny_model())
-    engine.update_weights(named_weights(make_tiny_model(1)), 1)
-    engine.load(adapter_sender(base).send(Trained(lora), 2), 2)
-    assert largest_error(lora, prompts, engine.generate(prompts, 2, params), 1.0) < 1e-5
 
 
 def layer_with(weight: Tensor) -> torch.nn.Linear:

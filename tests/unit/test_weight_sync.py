@@ -5,8 +5,6 @@ process.
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +15,7 @@ from tests.support.models import make_lora, make_tiny_model, response_log_probs
 from tests.support.weights import Trained, mismatch
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.models.loading import CheckpointModel
 from torchrl_grpo.weights import (
-    LoraDelta,
     ObjectSender,
     Transfer,
     check_weights,
@@ -29,7 +25,7 @@ from torchrl_grpo.weights import (
     named_weights,
     transfer_kind,
 )
-from torchrl_grpo.weights.adapters import AdapterHandle, AdapterSender
+from torchrl_grpo.weights.adapters import AdapterHandle
 from torchrl_grpo.weights.named import merged
 
 
@@ -135,54 +131,25 @@ def test_ranks_that_send_nothing_still_take_part_in_the_gathering(tiny_model: nn
     assert calls == [name for name, _ in named_weights(tiny_model)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["object_store", "nccl"])
-def test_adapters_by_any_kind_make_the_weights_that_would_be_sent_whole(
-    kind: str, dtype: torch.dtype, tmp_path: Path
-):
-    make_tiny_model().save_pretrained(tmp_path)
-    base = CheckpointModel(str(tmp_path), dtype)
-    sender = make_sender(Transfer(kind), dtype=torch.float16, lora_base=base)
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        lora = make_lora(base=base())
-        handle = sender.send(Trained(lora), seed)
-        sent = len(pickle.dumps(handle))
-        expected, got = (
-            dict(named_weights(lora)),
-            dict(pickle.loads(pickle.dumps(handle)).weights()),
-        )
-        assert got.keys() == expected.keys() and {weight.dtype for weight in got.values()} == {
-            dtype
-        }
-        assert all(torch.equal(got[name], expected[name]) for name in expected)
-        assert sent < sum(weight.nbytes for weight in expected.values())
-        whole = dict(
-            make_sender(Transfer("object_store"), dtype=None).send(Trained(lora), seed).weights()
-        )
-        assert all(torch.equal(got[name], whole[name]) for name in whole)
-    unknown = replace(handle, layers=(("model.extra", 1.0), *handle.layers[1:]))
-    with pytest.raises(RuntimeError, match=r"'model\.extra'.* 26 base weights"):
-        unknown.weights()
-    sender.close()
-
-
-class Layer(nn.Module):
-    """A base model with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(2, 3, dtype=torch.float64))
-
-
-def test_two_adapters_of_a_layer_in_two_dtypes_are_both_added():
-    ones = torch.ones(1, 3), torch.ones(2, 1)
-    lower = torch.ones(1, 3).bfloat16(), torch.full((2, 1), 2.0).bfloat16()
-    deltas = [("w", LoraDelta(*ones, 0.5)), ("w", LoraDelta(*lower, 0.25))]
-    handle = AdapterSender(ObjectSender(None), Layer).pack(deltas, 0)
+@pytest.mark.parametrize("kind", ["direct", "object_store", "nccl"])
+def test_adapters_travel_alone_in_their_own_dtype_by_any_kind(kind: str):
+    lora = make_lora()
+    sender = make_sender(Transfer(kind), dtype=torch.float16, adapters=True)
+    handle = sender.send(Trained(lora), 1)
     assert isinstance(handle, AdapterHandle)
-    [(name, weight)] = handle.weights()
-    assert name == "w" and torch.equal(weight, torch.ones(2, 3, dtype=torch.float64))
+    if kind != "direct":
+        handle = pickle.loads(pickle.dumps(handle))
+    got = handle.weights()
+    base = dict(make_tiny_model().named_parameters())
+    layers = dict(handle.layers)
+    sent = dict(named_weights(lora))
+    for (name, a), (_, b) in zip(got, got, strict=True):
+        assert name.removesuffix(".A") in layers and a.dtype == torch.float32
+        name = name.removesuffix(".A")
+        expected = base.pop(name) + layers[name] * b @ a
+        torch.testing.assert_close(sent[name], expected.detach(), rtol=0, atol=1e-6)
+    assert all(torch.equal(sent[name], weight) for name, weight in base.items())
+    sender.close()
 
 
 CPU, GPU, GPU_1 = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
@@ -211,7 +178,7 @@ TWO = [[GPU_1], [torch.device("cuda", 2)]]
         ("auto", GPU, TWO, {"waits": True}, STORE),  # the engines would wait for each other
         ("auto", GPU, [[GPU_1]], {"waits": True}, Transfer("nccl", True)),
         ("auto", GPU, [[GPU]], {"on_device": False}, STORE),
-        ("auto", GPU, [[GPU_1]], {"lora": True}, STORE),
+        ("auto", GPU, [[GPU_1]], {"adapters": True}, STORE),
         ("auto", GPU, [[GPU]], {"distributed": False}, Transfer("direct_ipc", True)),
         ("auto", GPU, [[GPU]], {"distributed": False, "on_device": False}, Transfer("direct")),
         ("auto", CPU, [[CPU]], {"distributed": False}, Transfer("direct")),
@@ -219,7 +186,7 @@ TWO = [[GPU_1], [torch.device("cuda", 2)]]
         ("cuda_ipc", GPU, [[GPU]], {}, IPC),
         ("cuda_ipc", GPU, [[GPU]], {"on_device": False}, STORE),
         ("broadcast", GPU, TWO, {"waits": True}, Transfer("nccl", workers=2)),
-        ("broadcast", GPU, [[GPU_1]], {"lora": True}, STORE),
+        ("broadcast", GPU, [[GPU_1]], {"adapters": True}, STORE),
         ("broadcast", CPU, [[CPU]], {}, STORE),
         ("object_store", GPU, [[GPU_1]], {}, STORE),
     ],

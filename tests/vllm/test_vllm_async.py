@@ -38,7 +38,7 @@ from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import AdapterSlots, EngineDeadError
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
-from torchrl_grpo.models.loading import CheckpointModel, add_lora
+from torchrl_grpo.models.loading import add_lora, load_model
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks import ArithmeticTask
 from torchrl_grpo.weights import ObjectSender, Transfer, make_sender, named_weights
@@ -88,13 +88,16 @@ def test_it_serves_many_callers_while_its_weights_change(check, engine, pool):
     check(engine, pool, ROUNDING)
 
 
-BASE = CheckpointModel(str(starter_path()), torch.float32)
-ADAPTERS = AdapterSender(ObjectSender(None), BASE)
+ADAPTERS = AdapterSender(ObjectSender(None))
+
+
+def load_base():
+    return load_model(str(starter_path()), dtype=torch.float32, device=torch.device("cpu"))
 
 
 def make_adapted(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    model = add_lora(BASE(), r=4, alpha=8)
+    model = add_lora(load_base(), r=4, alpha=8)
     for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, std=0.1) if "lora_B" in name else None
     return model
@@ -109,8 +112,7 @@ def attach(engine, model, version):
 def slots(engine: AsyncVLLMEngine) -> AsyncVLLMEngine:
     """The engine with the weights that it was started with."""
     engine._in_flight = "wait"
-    engine.update_weights(named_weights(BASE()), 0)
-    engine._has_slots = True
+    engine.update_weights(named_weights(load_base()), 0)
     return engine
 
 
@@ -167,8 +169,7 @@ def test_the_workers_load_what_is_sent_and_refuse_what_does_not_fit(engine):
     engine._in_flight = "wait"
     last = make_model(10)
     whole = make_sender(Transfer("object_store"), dtype=torch.float32)
-    adapters = make_sender(Transfer("object_store"), dtype=torch.bfloat16, lora_base=BASE)
-    for sender, model in ((whole, make_model(9)), (adapters, make_adapted(9)), (whole, last)):
+    for sender, model in ((whole, make_model(9)), (whole, make_adapted(9)), (whole, last)):
         engine.load(sender.send(Trained(model), 10), 10)
         assert engine.policy_version == 10
         assert mismatch(engine, response_log_probs(model), PROMPTS, SHORT)[1] < ROUNDING

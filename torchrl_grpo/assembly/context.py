@@ -130,12 +130,18 @@ class Context:
 
     @cached_property
     def adapter_slots(self) -> AdapterSlots | None:
-        """The adapters that engines hold beside the base weights; None if all weights are trained,
-        or if the adapters are merged: the engine cannot hold them, or not all are of linear layers.
+        """The adapters that engines hold beside the weights of ``model.name``; None if they get
+        whole weights: there are no adapters, the trained model's base is quantized, the engine
+        cannot hold adapters, or not all are of linear layers.
         """
-        layers = adapted_layers(self._on_meta) if self.config.train_model.sends_adapters else {}
-        linear = all(isinstance(layer.get_base_layer(), nn.Linear) for layer in layers.values())
-        if not (layers and linear and ENGINES[self.config.inference_model.backend].adapters):
+        train, engine = self.config.train_model, self.config.inference_model
+        on_cpu = self.plan.inference[0][0].type == "cpu"
+        dtypes = ENGINES[engine.backend].adapters
+        fits = dtypes if on_cpu else engine.dtype in dtypes
+        if not (fits and train.lora.enabled and not train.quantization):
+            return None
+        layers = adapted_layers(self._on_meta)
+        if not all(isinstance(layer.get_base_layer(), nn.Linear) for layer in layers.values()):
             return None
         modules = {name.removesuffix(".weight").rpartition(".")[2] for name in layers}
         rank = max(layer.r["default"] for layer in layers.values())

@@ -146,7 +146,7 @@ def _stored_bytes(context: Context, transfer: Transfer) -> int:
     weight transfer, do not count.
     """
     config = context.config
-    if config.train_model.sends_adapters or config.evaluates_served:
+    if context.adapter_slots or config.evaluates_served:
         return 0
     if transfer.kind != "object_store":
         return 0

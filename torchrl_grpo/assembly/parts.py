@@ -98,17 +98,10 @@ def make_learner(
     if config.learner_teaches:
         teacher = trainer.averages.get("teacher", trainer.loss.actor_network)
         transforms.insert(0, ("teacher_pass", _local_teacher(config, teacher)))
-    model = config.model
-    base = loading.CheckpointModel(
-        model.source,
-        getattr(torch, config.train_model.dtype),
-        model.trust_remote_code,
-        config.train_model.model_kwargs,
-    )
     sender = make_sender(
         transfer,
         dtype=getattr(torch, config.inference_model.dtype),
-        lora_base=base if config.train_model.sends_adapters else None,
+        adapters=context.adapter_slots is not None,
         host=own_address() if transfer.kind in ("nccl", "ipc") else "",
     )
     learner = Learner(

@@ -222,7 +222,7 @@ def build(
             engines=plan.inference,
             colocated=plan.colocated,
             distributed=context.distributed,
-            lora=config.train_model.sends_adapters,
+            adapters=context.adapter_slots is not None,
             waits=max_staleness > 0 and config.inference_model.in_flight == "wait",
         )
         logger = _show(context, directory, console, resources)

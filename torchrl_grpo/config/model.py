@@ -100,13 +100,6 @@ class TrainModelConfig(DevicesConfig):
     of an image are computed once in a run."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
-    @property
-    def sends_adapters(self) -> bool:
-        """Whether engines add adapters to the weights of ``model.name``. Those of a quantized model
-        are others.
-        """
-        return self.lora.enabled and not self.quantization
-
 
 def _loses_small_steps(config: Any) -> bool:
     dtype = config.train_model.dtype

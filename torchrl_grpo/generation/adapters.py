@@ -12,28 +12,21 @@ from torchrl_grpo.weights.receipts import Digests
 
 
 @torch.no_grad()
-def hold(model: nn.Module, handle: AdapterHandle, digests: Digests) -> bool:
-    """Replace a model's adapters, which its layers add to their output.
+def hold(model: nn.Module, handle: AdapterHandle, digests: Digests) -> None:
+    """Replace a model's adapters, which its linear layers add to their output. The model's weights
+    stay as they are.
 
     Args:
-        model: whose weights stay as they are.
+        model: as it was loaded.
         handle: of the adapters.
         digests: get those of the adapters that arrive.
-
-    Returns:
-        whether all of them are of linear layers; otherwise nothing was changed.
     """
-    layers: list[Any] = [model.get_submodule(name.rpartition(".")[0]) for name, _ in handle.layers]
-    if not all(type(layer) is nn.Linear for layer in layers):
-        return False
-    matrices = digests.of(handle.matrices.weights())
-    for layer, (_, scaling), (_, a), (_, b) in zip(
-        layers, handle.layers, matrices, matrices, strict=True
-    ):
+    matrices = digests.of(handle.weights())
+    for (name, scaling), (_, a), (_, b) in zip(handle.layers, matrices, matrices, strict=True):
+        layer: Any = model.get_submodule(name.removesuffix(".weight"))
         if not hasattr(layer, "adapter"):
             layer.register_forward_hook(_add)
         layer.adapter = a.to(layer.weight, copy=True), (b * scaling).to(layer.weight)
-    return True
 
 
 def drop(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from torchrl_grpo.checks import WeightTransfer
+from torchrl_grpo.checks import Dtype, WeightTransfer
 from torchrl_grpo.rewards.functions import load_object
 
 KEY = "inference_model.backend"
@@ -38,7 +38,8 @@ class EngineKind:
         weight_transfers: values of ``weight_transfer`` that it supports.
         weights_on_device: whether it can read weights from the memory of its own GPU or another
             one (a ``TransferHandle``).
-        adapters: whether it holds LoRA adapters beside its base weights instead of merging them.
+        adapters: dtypes in which it holds LoRA adapters beside its base weights on an accelerator;
+            on a CPU it then holds them in any. An engine without any gets whole weights.
         elsewhere: whether it runs on servers that others started, at ``address``; it then needs no
             device of the run.
         images: whether prompts may have images.
@@ -56,7 +57,7 @@ class EngineKind:
     stop_strings: bool = True
     own_arguments: bool = False
     weights_on_device: bool = False
-    adapters: bool = False
+    adapters: tuple[str, ...] = ()
     elsewhere: bool = False
     images: bool = False
     weight_transfers: tuple[str, ...] = get_args(WeightTransfer)
@@ -81,7 +82,7 @@ ENGINES = _Engines(
         step_overhead_s=0.02,
         exact=True,
         kept_tokens=True,
-        adapters=True,
+        adapters=get_args(Dtype),
         images=True,
     ),
     vllm=EngineKind(
@@ -92,7 +93,7 @@ ENGINES = _Engines(
         tensor_parallel=True,
         kept_tokens=True,
         own_arguments=True,
-        adapters=True,
+        adapters=("bfloat16", "float16"),
         weights_on_device=True,
         images=True,
     ),

@@ -51,7 +51,7 @@ _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
 class TransformersEngine(Engine):
     """Samples with a copy of a Hugging Face model.
 
-    LoRA adapters that ``load`` gets stay beside the weights, unless they are not of linear layers.
+    LoRA adapters that ``load`` gets stay beside the weights.
     Models of the Llama architecture use a hand-written decoder, all others their own forward with a
     cache. On a short probe, the decoder's logits must equal those of the model's forward without a
     cache. A small model on a CPU runs on one thread (``threads``).
@@ -90,9 +90,7 @@ class TransformersEngine(Engine):
         kv_cache_bytes: int = 4 << 30,
     ) -> None:
         own: Any = deepcopy(model) if copy else model
-        # Whether the weights are those of the checkpoint, which adapters belong to.
-        self._has_base = not hasattr(own, "merge_and_unload")
-        own = own if self._has_base else own.merge_and_unload()
+        own = own.merge_and_unload() if hasattr(own, "merge_and_unload") else own
         self.model: PreTrainedModel = own.requires_grad_(False).eval()
         limit_threads(self.model)
         self._kv_cache_bytes = kv_cache_bytes
@@ -162,7 +160,6 @@ class TransformersEngine(Engine):
         with self.exclusive:
             digests = load_weights(self.model, weights)
             drop(self.model)
-            self._has_base = False
             self._note(digests, version)
 
     def _note(self, digests: Digests, version: int) -> None:
@@ -171,15 +168,15 @@ class TransformersEngine(Engine):
         self.policy_version = version
 
     def load(self, handle: WeightHandle, version: int) -> None:
+        if not isinstance(handle, AdapterHandle):
+            super().load(handle, version)
+            return
         self._check_open()
         with self.exclusive:
             digests = Digests()
-            adapters = handle if self._has_base and isinstance(handle, AdapterHandle) else None
-            if adapters is not None and hold(self.model, adapters, digests):
-                with self._checks_change(handle, version):
-                    self._note(digests, version)
-            else:
-                super().load(handle, version)
+            hold(self.model, handle, digests)
+            with self._checks_change(handle, version):
+                self._note(digests, version)
 
     def seed(self, seed: int) -> None:
         self._check_open()

@@ -36,7 +36,6 @@ from typing import Any, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
-from torchrl import torchrl_logger
 from transformers import PretrainedConfig
 
 from torchrl_grpo.checks import check_heads, exact_context
@@ -213,8 +212,8 @@ class VLLMSettings(TypedDict, total=False):
         num_sequences: responses to sample at once; by default vLLM's own limit, at least 256.
         max_logprobs: tokens that may be listed for each sampled one, at least the ``top_k`` of
             requests with ``return_kept``; by default 20.
-        slots: of the LoRA adapters that ``load`` will attach; by default, and for None, their
-            weights are merged into the base.
+        slots: of the LoRA adapters that ``load`` will attach; by default, and for None, there are
+            none.
         engine_kwargs: more arguments of ``vllm.EngineArgs``, which override all others.
     """
 
@@ -394,7 +393,7 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
     arguments["max_model_len"] = arguments.get("max_model_len") or exact_context(config)
     on_cpu = current_platform.is_cpu()
     if slots is not None:
-        arguments |= _lora_arguments(slots, config, on_cpu or arguments["dtype"] != "float32")
+        arguments |= _lora_arguments(slots, config)
     check_vllm_model(config.get_text_config(), settings, on_cpu=on_cpu)
     if not on_cpu and arguments["dtype"] != "float32":
         # Like the trainer's head; on a CPU it would be too slow.
@@ -427,26 +426,33 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
     }
 
 
-def _lora_arguments(slots: AdapterSlots, config: Any, has_kernels: bool) -> dict[str, Any]:
+def _lora_arguments(slots: AdapterSlots, config: Any) -> dict[str, Any]:
     """Return vLLM's arguments for adapters of two versions: the current one, and the one that
-    running requests began with. If vLLM cannot hold such adapters, there are none.
+    running requests began with.
 
-    Args:
-        slots: of the adapters.
-        config: the model's Hugging Face config.
-        has_kernels: whether vLLM's kernels for adapters support the device and the dtype.
+    Raises:
+        ValueError: vLLM has no adapters for this model, or none of this rank.
     """
     from vllm.config.lora import MaxLoRARanks
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
-    ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= slots.rank]
-    model = ModelRegistry.models.get((config.architectures or [""])[0])
-    if not (ranks and has_kernels and (model is None or supports_lora(model.load_model_cls()))):
-        return {}
+    ranks = get_args(MaxLoRARanks)
+    if slots.rank > max(ranks):
+        raise ValueError(
+            f"train_model.lora.r={slots.rank} must be at most {max(ranks)} in vLLM: use that, or "
+            "inference_model.backend=transformers."
+        )
+    name = (config.architectures or [""])[0]
+    model = ModelRegistry.models.get(name)
+    if model is not None and not supports_lora(model.load_model_cls()):
+        raise ValueError(
+            f"train_model.lora.enabled=true needs a model that can have adapters in vLLM, which "
+            f"{name} cannot: use inference_model.backend=transformers."
+        )
     return {
         "enable_lora": True,
         "max_loras": 2,
-        "max_lora_rank": ranks[0],
+        "max_lora_rank": min(rank for rank in ranks if rank >= slots.rank),
         "lora_target_modules": list(slots.modules),
     }
 
@@ -520,14 +526,18 @@ class VLLMBase(Engine):
         """
 
     def _finish_setup(self, slots: AdapterSlots | None) -> None:
-        """Finish the workers' setup. Adapters are merged unless each of them has a slot."""
+        """Finish the workers' setup.
+
+        Raises:
+            ValueError: vLLM has no slots for some adapters.
+        """
         parts = {name.rpartition(".")[2] for name in self._rpc("finish_setup")[0]}
-        self._has_slots = slots is not None and parts.issuperset(slots.modules)
-        if slots is not None and not self._has_slots:
-            torchrl_logger.warning(
-                "vLLM cannot hold the LoRA adapters of this model beside its weights "
-                f"({', '.join(set(slots.modules) - parts)}): each sync merges them and sends all "
-                "weights, which takes longer."
+        missing = set() if slots is None else {*slots.modules} - parts
+        if missing:
+            raise ValueError(
+                "train_model.lora.target_modules must be modules that have adapters in vLLM too, "
+                f"but {', '.join(sorted(missing))} have none there: leave them out, or use "
+                "inference_model.backend=transformers."
             )
 
     @abstractmethod
@@ -540,8 +550,7 @@ class VLLMBase(Engine):
         self._open()
         with self._shared(weights) as block, self._updating(version):
             self._receive(block)
-            # vLLM has removed the adapters, and later ones do not belong to this base.
-            self._adapters, self._has_slots = (None, 0), False
+            self._adapters = None, 0  # vLLM has removed them
 
     def load(self, handle: WeightHandle, version: int) -> None:
         """See ``Engine``; the workers receive the weights directly if possible.
@@ -566,7 +575,7 @@ class VLLMBase(Engine):
             self._check(handle)
             with self._updating(version):
                 self._receive(handle)
-        elif isinstance(handle, AdapterHandle) and self._has_slots:
+        elif isinstance(handle, AdapterHandle):
             with self._attaching(version) as (number, keep):
                 self._adapters = self._attach(handle, number, keep), version
         else:
@@ -582,7 +591,7 @@ class VLLMBase(Engine):
         """Have the workers load adapters. Return what selects them in a request."""
         from vllm.lora.request import LoRARequest
 
-        shared = SharedWeights(handle.matrices.weights(), torch.float32)
+        shared = SharedWeights(handle.weights(), torch.float32)
         try:
             [block] = shared.block.updates()
             answers = self._rpc("attach_adapters", block, list(handle.layers), number, keep)

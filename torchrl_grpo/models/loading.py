@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -378,33 +378,6 @@ def _untied(model: PreTrainedModel) -> set[str]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     return {a for a, b in tied.items() if parameters.get(a) is not parameters.get(b)}
-
-
-@dataclass(frozen=True)
-class CheckpointModel:
-    """Function that loads the model of a checkpoint on the CPU, in any process.
-
-    Args:
-        name: folder or hub name.
-        dtype: dtype of the weights.
-        trust_remote_code: whether the repository's own code may run.
-        arguments: further arguments of ``from_pretrained``.
-    """
-
-    name: str
-    dtype: torch.dtype
-    trust_remote_code: bool = False
-    arguments: Mapping[str, Any] | None = None
-
-    def __call__(self) -> PreTrainedModel:
-        cpu = torch.device("cpu")
-        return load_model(
-            self.name,
-            dtype=self.dtype,
-            device=cpu,
-            trust_remote_code=self.trust_remote_code,
-            arguments=self.arguments,
-        )
 
 
 def shape_of(model: Any) -> Shape:

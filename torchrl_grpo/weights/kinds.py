@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchrl_grpo.weights.adapters import AdapterSender, BaseModel
+from torchrl_grpo.weights.adapters import AdapterSender
 from torchrl_grpo.weights.handle import DirectSender, EitherHandle, Sender, WeightHandle
 from torchrl_grpo.weights.ipc import IpcSender, LocalSender
 from torchrl_grpo.weights.named import NamedTensors
@@ -51,7 +51,7 @@ def transfer_kind(
     engines: Sequence[Sequence[torch.device]],
     colocated: bool,
     distributed: bool = True,
-    lora: bool = False,
+    adapters: bool = False,
     waits: bool = False,
 ) -> Transfer:
     """Return how weights reach the engines of a run.
@@ -68,7 +68,7 @@ def transfer_kind(
         engines: devices of each engine.
         colocated: whether an engine shares the trainer's accelerator.
         distributed: whether trainer and engines are processes on Ray.
-        lora: whether adapters are sent.
+        adapters: whether only LoRA adapters are sent.
         waits: whether an engine finishes its running responses before it takes new weights, while
             training continues. If so, ``auto`` does not make several engines wait for each other.
 
@@ -94,9 +94,11 @@ def transfer_kind(
     auto = requested == "auto"
     if not distributed:
         return (
-            Transfer("direct_ipc", True) if fast and same_gpu and not lora else Transfer("direct")
+            Transfer("direct_ipc", True)
+            if fast and same_gpu and not adapters
+            else Transfer("direct")
         )
-    if not fast or lora or requested == "object_store":
+    if not fast or adapters or requested == "object_store":
         return Transfer("object_store")
     if same_gpu:
         return Transfer("ipc", auto) if len(engines) == 1 else Transfer("object_store")
@@ -145,7 +147,7 @@ def make_sender(
     transfer: Transfer,
     *,
     dtype: torch.dtype | None,
-    lora_base: BaseModel | None = None,
+    adapters: bool = False,
     host: str = "127.0.0.1",
 ) -> Sender:
     """Make the trainer's side of a weight transfer.
@@ -153,13 +155,12 @@ def make_sender(
     Args:
         transfer: from ``transfer_kind``.
         dtype: dtype of whole weights in transit, ideally the engine's; None keeps their own.
-        lora_base: loads the base model of a LoRA model (see ``AdapterHandle``), of which only the
-            adapters are then sent. None sends whole weights, with any adapters merged.
+        adapters: whether to send only a LoRA model's adapters, instead of whole weights with the
+            adapters merged.
         host: address of this machine for the others.
     """
-    if lora_base is not None:
-        carrier = DirectSender() if transfer.kind == "direct" else ObjectSender(None)
-        return AdapterSender(carrier, lora_base, dtype)
+    if adapters:
+        return AdapterSender(DirectSender() if transfer.kind == "direct" else ObjectSender(None))
     if transfer.kind == "direct":
         return DirectSender(dtype)
     if transfer.kind == "direct_ipc":

@@ -125,7 +125,8 @@ def settings_of(config: GRPOConfig, options: argparse.Namespace) -> Settings:
     name = config.model.name
     folder = starter_path(name) if name in STARTERS else Path(name)
     longest = config.max_response_tokens
-    kind, lora = ENGINES[engine.backend], config.train_model.lora.enabled
+    kind = ENGINES[engine.backend]
+    attaches = config.train_model.lora.enabled and engine.dtype in kind.adapters
     response = options.response_tokens or longest / 2
     if response > longest:
         raise ConfigError(
@@ -165,7 +166,7 @@ def settings_of(config: GRPOConfig, options: argparse.Namespace) -> Settings:
         work=work,
         max_staleness=staleness_bound(config, True),
         engine_size=engine.devices_per_engine,
-        waits=engine.in_flight == "wait" and not (kind.concurrent and kind.adapters and lora),
+        waits=engine.in_flight == "wait" and not (kind.concurrent and attaches),
         rows=env.num_envs,
     )
 

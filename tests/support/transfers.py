@@ -61,6 +61,14 @@ class Extension(WeightSyncExtension):
     with suppress(ValueError):
         factory.register_engine(ENGINE, FileEngine)
 
+    def lose_adapters(self, lost: bool) -> None:
+        """Leave the slots as they are from here on, or fill them again."""
+        manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
+        if lost:
+            manager.activate_adapter = manager.get_adapter
+        else:
+            del manager.activate_adapter
+
 
 @dataclass(frozen=True)
 class FileWeights(TransferHandle):

@@ -36,6 +36,7 @@ from tests.support.weights import Trained, mismatch
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.errors import ReceiptError
 from torchrl_grpo.generation.base import AdapterSlots, EngineDeadError
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.models.loading import add_lora, load_model
@@ -155,6 +156,7 @@ def test_kept_requests_go_on_with_the_new_adapters(slots, pool):
 
 
 def test_adapters_without_a_slot_are_refused_and_half_of_a_pair_too(slots):
+    """The last adapters arrive, but vLLM does not take them."""
     sent = ADAPTERS.send(Trained(make_adapted(7)), 7)
     for layers, why in (
         ((("model.extra.weight", 1.0), *sent.layers[1:]), r"no slot for .*model\.extra"),
@@ -163,6 +165,11 @@ def test_adapters_without_a_slot_are_refused_and_half_of_a_pair_too(slots):
         with pytest.raises(Exception, match=why):
             slots.load(replace(sent, layers=layers), 7)
         assert slots.policy_version == 0
+    slots.load(sent, 7)
+    slots._rpc("lose_adapters", True)
+    with pytest.raises(ReceiptError, match=r"mlp\.down_proj\.slots"):
+        slots.load(ADAPTERS.send(Trained(make_adapted(8)), 8), 8)
+    slots._rpc("lose_adapters", False)
 
 
 def test_the_workers_load_what_is_sent_and_refuse_what_does_not_fit(engine):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchrl_grpo.weights.named import NamedTensors
+from torchrl_grpo.weights.named import NamedTensors, TensorStream
 
 
 @torch.no_grad()
@@ -55,6 +55,14 @@ def attach(
         manager.remove_adapter(other)
     manager.add_adapter(import_module("vllm.lora.lora_model").LoRAModel(number, 0, loras))
     manager.activate_adapter(number)
+
+
+def slot_tensors(worker: Any) -> TensorStream:
+    """Yield the tensors with all slots of each module, by vLLM's name of the module."""
+    if worker.vllm_config.lora_config is not None:
+        for name, module in worker.model_runner.lora_manager._adapter_manager.modules.items():
+            stacks = enumerate((*module.lora_a_stacked, *module.lora_b_stacked))
+            yield from ((f"{name}.slots.{part}", stack) for part, stack in stacks)
 
 
 def modules_with_slot(worker: Any) -> list[str]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from torchrl_grpo.host.processes import die_with_parent, enable_stack_dump
 from torchrl_grpo.weights.ipc import opened
 from torchrl_grpo.weights.receipts import Digests, Receipt, receipt_of
 from torchrl_grpo.weights.shared import SharedBlock
-from torchrl_grpo.weights.slots import attach, modules_with_slot
+from torchrl_grpo.weights.slots import attach, modules_with_slot, slot_tensors
 
 OBJECT_STORE = "object_store"
 """Name of our engine in vLLM's factory."""
@@ -92,7 +93,12 @@ class WeightSyncExtension:
         """
         digests = Digests()
         attach(self, digests.of(SharedBlock(**block).weights()), layers, number, keep)
-        return digests.receipt(), [], digests.seconds
+        start = time.perf_counter()
+        received, slots = digests.receipt(), receipt_of(slot_tensors(self))
+        before, own = self._settled
+        is_stale = received != before and own.items() >= slots.items()
+        self._settled = received, {**(own or self.own()), **slots}
+        return received, [*slots] * is_stale, digests.seconds + time.perf_counter() - start
 
     loaded: Digests
     """Of the tensors that the model's loader got in the latest update."""
@@ -123,11 +129,12 @@ class WeightSyncExtension:
         return loaded, stale, self.loaded.seconds + time.perf_counter() - start
 
     def own(self) -> Receipt:
-        """Return the receipt of the model's own parameters. On a CPU vLLM packs the weights of
-        linear layers where they cannot be read.
+        """Return the receipt of the model's own parameters and of its slots for adapters. On a CPU
+        vLLM packs the weights of linear layers where they cannot be read.
         """
         model: Any = self.model_runner.get_model()  # type: ignore[attr-defined]
-        return receipt_of((name, p.data) for name, p in model.named_parameters() if p.numel())
+        parameters = ((name, p.data) for name, p in model.named_parameters() if p.numel())
+        return receipt_of(chain(parameters, slot_tensors(self)))
 
     def damaged(self) -> list[str]:
         """Return the parameters that are others than after the latest update."""

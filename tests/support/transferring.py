@@ -6,7 +6,7 @@ The engine's workers have the extension of ``tests.support.transfers``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,10 @@ import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.models import response_log_probs
 from tests.support.prompts import LONG_PROMPTS
 from tests.support.weights import mismatch
-from torchrl_grpo.errors import TransferRefusedError
+from torchrl_grpo.errors import ReceiptError, TransferRefusedError
 from torchrl_grpo.generation.base import SamplingParams
-from torchrl_grpo.generation.vllm import VLLMBase
-from torchrl_grpo.weights import EitherHandle, named_weights
+from torchrl_grpo.generation.vllm import VLLMBase, VLLMEngine
+from torchrl_grpo.weights import EitherHandle, ObjectSender, named_weights
 from torchrl_grpo.weights.handle import DirectHandle
 
 
@@ -104,6 +104,46 @@ def a_fast_way_that_goes_wrong_later_is_left(wrong: str, to: Receiver) -> None:
     assert to.has(model, 7)
 
 
+def faults_are_found_at_their_sync(to: Receiver) -> None:
+    old, new = (dict(named_weights(to.make_model(seed))) for seed in (1, 2))
+    q, k, v = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+    engine, sender = to.engine, ObjectSender(torch.float32)
+
+    def load(weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Load what arrives of the new weights."""
+        handle = sender.pack(weights.items(), version)
+        handle.note(receipt=sender.pack(new.items(), version).receipt, changes=True)
+        engine.load(handle, version)
+
+    engine.load(sender.pack(old.items(), 1), 1)
+    faults = [
+        ({q: old[q]}, f"1 of them did not arrive: {q} differs"),
+        ({k: new[v], v: new[k]}, f"{k} has the weights of {v}"),
+        (old, f"of them did not arrive: .*{q} differs"),
+    ]
+    for fault, message in faults:
+        with pytest.raises(ReceiptError, match=message):
+            load(new | fault, 2)
+    load(new, 3)
+    assert to.has(to.make_model(2), 3)
+    with pytest.raises(ReceiptError, match="the optimizer changed the weights of version 4"):
+        load(new, 4)
+    engine._rpc("keep", "model.norm.weight")
+    for name in new:
+        new[name] = new[name] + 0.01
+    with pytest.raises(ReceiptError, match=r"after an update, 1 .*: model.norm.weight"):
+        load(new, 5)
+    load(new, 6)
+    engine._rpc("lose", "model.norm.weight")
+    if isinstance(engine, VLLMEngine):
+        engine._latest, engine._asleep = None, ["weights"]
+        with to.patch.context() as patched:
+            patched.setattr(engine, "_bring_back", engine._asleep.remove)
+            with pytest.raises(ReceiptError, match=r"after waking, 1 .*: model.norm.weight"):
+                engine.wake()
+    assert engine._rpc("damaged") == [["model.norm.weight"]]
+
+
 REASONS = {
     "raise": "RuntimeError: no such link",
     "hang": "nothing arrived in 1 s",
@@ -120,5 +160,6 @@ TRANSFERS: dict[str, Callable[[Receiver], None]] = {
         f"a fast way, later: {wrong}": partial(a_fast_way_that_goes_wrong_later_is_left, wrong)
         for wrong in ("raise", "hang")
     },
+    "faults": faults_are_found_at_their_sync,
 }
 """Each takes an engine that receives weights; in any order."""

@@ -55,7 +55,27 @@ class FileEngine(ObjectStoreEngine):
 
 
 class Extension(WeightSyncExtension):
-    """vLLM's worker extension with that engine."""
+    """vLLM's worker extension with that engine, and with faults of a model's parameters."""
+
+    kept: tuple[Tensor, Tensor] | None = None
+
+    def _parameter(self, name: str) -> Tensor:
+        worker: Any = self
+        return worker.model_runner.get_model().get_parameter(name).data
+
+    def lose(self, name: str) -> None:
+        """Drop what a parameter has, as sleep does."""
+        self._parameter(name).zero_()
+
+    def keep(self, name: str) -> None:
+        """Leave a parameter as it is in the next update."""
+        self.kept = self._parameter(name), self._parameter(name).clone()
+
+    def receipt(self) -> Any:
+        if self.kept is not None:
+            self.kept[0].copy_(self.kept[1])
+            self.kept = None
+        return super().receipt()
 
     factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
     with suppress(ValueError):

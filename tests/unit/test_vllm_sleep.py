@@ -130,7 +130,7 @@ def test_weights_that_cannot_be_read_again_are_kept_in_main_memory() -> None:
     library.damaged = ["model.norm.weight"]
     engine.wake()  # it is awake
     engine.sleep()
-    with pytest.raises(ReceiptError, match=r"after waking, 1 .* version 2 .*: model.norm.weight"):
+    with pytest.raises(ReceiptError, match=r"after waking, 1 .*: model.norm.weight"):
         engine.wake()
 
 

@@ -678,9 +678,8 @@ class VLLMBase(Engine):
         """Raise if parameters of the workers' models are not those that arrived."""
         if wrong:
             raise ReceiptError(
-                f"{when}, {len(wrong)} parameters of vLLM's model must be those of version "
-                f"{self.policy_version} that arrived, but are not: {', '.join(sorted(wrong)[:5])}. "
-                "Use another version of vLLM, or inference_model.backend=transformers."
+                f"{when}, {len(wrong)} parameters of vLLM's model are not those that arrived: "
+                f"{', '.join(sorted(wrong)[:5])}. Use inference_model.backend=transformers."
             )
 
     def _sampling_params(

@@ -125,7 +125,8 @@ class WeightSyncExtension:
         ]
         if worker.model_config.quantization is not None:  # which may round changes away
             stale = []
-        self._settled = loaded, own
+        if not stale:
+            self._settled = loaded, own
         return loaded, stale, self.loaded.seconds + time.perf_counter() - start
 
     def own(self) -> Receipt:

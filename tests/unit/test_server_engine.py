@@ -28,6 +28,7 @@ from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.config import ConfigError
+from torchrl_grpo.errors import ReceiptError
 from torchrl_grpo.extras.doctor.doctor import memory_rows
 from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
 from torchrl_grpo.generation.stops import StopStrings
@@ -37,7 +38,7 @@ from torchrl_grpo.integrations.server_engine import ServerEngine
 from torchrl_grpo.integrations.servers import WrongAnswerError
 from torchrl_grpo.models import loading
 from torchrl_grpo.starter import starter_path
-from torchrl_grpo.weights import named_weights
+from torchrl_grpo.weights import ObjectSender, named_weights
 
 pytest.importorskip("httpx2")
 PARAMS = SamplingParams(max_new_tokens=12, temperature=0.7)
@@ -678,3 +679,28 @@ def test_a_context_that_is_no_number_is_refused_before_weights_load(
     monkeypatch.setattr(http, "respond", lambda route, body: answers.get(route, (404, {})))
     with pytest.raises(ConfigError, match=r"inference_model\.address: .*max_model_len"):
         prepare(compose_config(*served(http.address)), [])
+
+
+@pytest.mark.slow
+def test_a_server_that_says_it_has_loaded_weights_and_has_not_is_an_error(
+    engine: ServerEngine, stub: SGLangStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(model: torch.nn.Module, version: int, changes: bool) -> None:
+        handle = ObjectSender(torch.float32).pack(named_weights(model), version)
+        handle.note(changes=changes)
+        engine.load(handle, version)
+
+    def respond(route: str, body: dict) -> tuple[int, dict]:
+        if route != "/update_weights_from_disk":
+            return old(route, body)
+        stub.label = body["weight_version"]
+        return 200, {"success": True}
+
+    base, old = AutoModelForCausalLM.from_pretrained(starter_path()), stub.respond
+    load(base, 0, False)
+    load(moved(), 1, True)
+    monkeypatch.setattr(stub, "respond", respond)
+    with pytest.raises(ReceiptError, match="trained weights of version 2"):
+        load(base, 2, True)
+    load(moved(), 3, False)  # a step with a learning rate of 0
+    assert engine.receipt_s > 0

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai import BadRequestError
 from transformers import PreTrainedTokenizerFast
 
@@ -19,7 +22,7 @@ from torchrl_grpo.chat.template import TurnTemplate
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.extras.view.strip import strip_of
 from torchrl_grpo.integrations.agents.protocol import CHAT, Answer, parse_request
-from torchrl_grpo.integrations.call_formats import recognize
+from torchrl_grpo.integrations.call_formats import FORMATS, recognize
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Dialog, Problem
 from torchrl_grpo.tasks.conversations import WithTools
@@ -147,6 +150,23 @@ def test_the_text_before_a_call_is_told_from_its_thoughts() -> None:
         "Hm.</think>\n\nAdding.",
         "Adding.",
     )
+
+
+FRAGMENTS = [
+    *(part for begin_end in CONTROL.values() for part in begin_end),
+    *re.split(r"{[{%].*?[%}]}|add|text", "add".join(CALLS.values())),
+    *("<think>", "</think>", "add", "text", "1", "(a=1)", "\n", "\0", "\ud800", '"', "{", "]", "<escape>"),
+]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=20), st.sampled_from(["", *FORMATS]))
+def test_whatever_a_policy_writes_is_read_or_an_error(parts: list[str], form: str) -> None:
+    text = "".join(parts)
+    turn = parse_turn(text, "", form, TOOLBOX.schemas)
+    assert len(turn.speech) == len(text)
+    for call in turn.calls:
+        assert call.name or call.error
+        assert isinstance(TOOLBOX.run(call)[0], str)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,9 @@ def _read_gemma(quote: str, closing: str) -> Reader:
         parts[1::2] = map(json.dumps, parts[1::2])
         name = _name_of(match)
         try:
-            return [ToolCall(name or "", json.loads("".join(parts)))], end
+            if name is None:
+                raise ValueError("it names no tool")
+            return [ToolCall(name, json.loads("".join(parts)))], end
         except (ValueError, RecursionError) as error:
             return [_malformed(name, error)], end
 
@@ -269,7 +271,7 @@ FORMATS: dict[str, Format] = {
     ),
     # harmony: a recipient in the header of a message, before or after its channel
     "harmony": Format(
-        r"(?:<\|start\|>)?(?:assistant)?\s*to=functions\.(?P<name>[\w.-]+)\s*<\|channel\|>[^<]*"
+        r"(?:<\|start\|>)?(?:assistant)? ?to=functions\.(?P<name>[\w.-]+)\s*<\|channel\|>[^<]*"
         r"(?:<\|constrain\|>[^<]*)?<\|message\|>"
         r"|<\|channel\|>[^<]*?to=functions\.(?P<other>[\w.-]+)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>",
         _read_json(r"<\|(?:call|end|return)\|>"),
@@ -467,7 +469,7 @@ def prefill_of(prompt: str, call_format: CallFormat = "") -> str:
 
     try:
         return str(load_response_template(dict(call_format)).truncate_past_last_anchor(prompt))
-    except ValueError:  # it is not a response template
+    except (ValueError, TypeError):  # it is not a response template
         return ""
 
 

@@ -76,10 +76,18 @@ def http() -> Iterator[HTTPServer]:
     server.stop()
 
 
+@pytest.fixture(scope="module")
+def stdio() -> list[Any]:
+    return mcp_tools(STDIO, START_S)
+
+
 @pytest.fixture(scope="module", params=["stdio", "http"])
 def tools(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
-    spec = request.getfixturevalue("http").spec if request.param == "http" else STDIO
-    copies: list[Any] = cloudpickle.loads(cloudpickle.dumps(mcp_tools(spec, START_S)))
+    if request.param == "http":
+        listed = mcp_tools(request.getfixturevalue("http").spec, START_S)
+    else:
+        listed = request.getfixturevalue("stdio")
+    copies: list[Any] = cloudpickle.loads(cloudpickle.dumps(listed))
     yield copies
     copies[0].func.__self__.close()
 
@@ -157,9 +165,9 @@ def test_a_dead_server_is_an_error_and_the_next_call_starts_another(
         assert "session ended" in text and not succeeded
         psutil.Process(int(detached)).kill()
         http.start()
+        assert call("count") == ("1", True)
     else:
         assert "out of paper" in text and alive([int(detached)]) == []
-    assert call("count") == ("1", True)
 
 
 def test_the_tools_of_a_server_are_those_of_a_run(http: HTTPServer) -> None:
@@ -178,8 +186,10 @@ def test_the_tools_of_a_server_are_those_of_a_run(http: HTTPServer) -> None:
     assert turn.messages[0]["content"] == "21"
 
 
-def test_a_server_ends_with_its_reward_worker_and_with_it_all_that_it_started() -> None:
-    task = WithTools(ArithmeticTask(), Toolbox(mcp_tools(STDIO, START_S)))
+def test_a_server_ends_with_its_reward_worker_and_with_it_all_that_it_started(
+    stdio: list[Any],
+) -> None:
+    task = WithTools(ArithmeticTask(), Toolbox(stdio))
     problem = task.problems("train")[0]
     before = below()
     with RewardPool(task, 1, timeout_s=START_S) as pool:

@@ -30,7 +30,7 @@ def lines(texts: list[str]) -> list[str]:
     return texts
 
 
-@server.tool()
+@server.tool(structured_output=False)
 def picture(color: str) -> list[str | Image]:
     """Draws a square."""
     file = io.BytesIO()

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from torchrl_grpo.models import compiled, head
+from tests.support.models import make_tiny_model
+from torchrl_grpo.models import compiled, head, loading
+from torchrl_grpo.models.scoring import TokenScorer
 
 
 @pytest.fixture
@@ -113,3 +116,81 @@ def test_head_is_compiled_for_a_card(
     monkeypatch.setattr(compiled, "DEVICES", ())
     for result, expected in zip(results, run(), strict=True):
         assert torch.dist(result.float(), expected.float()) < 1e-2 * expected.float().norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.nightly), True])
+def test_layers_have_the_same_scores_and_gradients(
+    graphs: Counter[int], warnings: list[str], monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    """With checkpoints, in bfloat16, with and without gradients; all batches share the graphs."""
+    torch.manual_seed(0)
+    model: Any = make_tiny_model(num_hidden_layers=2)
+    if lora:
+        model = loading.add_lora(model, r=2, alpha=4, target_modules="all-linear")
+    loading.enable_gradient_checkpointing(model)
+    scorer = TokenScorer(model)
+
+    def run(batch: int) -> list[Tensor]:
+        torch.manual_seed(batch)
+        tokens, lengths = torch.randint(2, 30, (4, 14)), torch.randint(4, 14, (4,))
+        tokens[:2, :3] = tokens[0, :3]
+        positions = torch.arange(14)
+        mask = (positions >= 3) & (positions <= lengths[:, None])
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.no_grad():
+                scores = [*scorer.score(tokens, mask)]
+            scores += scorer.score(tokens, mask)
+        (scores[2].sum() + scores[3].sum()).backward()
+        return [
+            *(score.detach() for score in scores),
+            *(p.grad for p in model.parameters() if p.grad is not None),
+        ]
+
+    expected = [run(batch) for batch in range(3)]
+    monkeypatch.setattr(compiled, "DEVICES", ())  # of the head
+    compiled.compile_layers(scorer.base)
+    results = [run(0)]
+    compiled_graphs = graphs.total()
+    results += [run(1), run(2)]
+    assert not warnings
+    assert graphs.total() == compiled_graphs >= 4
+    for compiled_batch, plain_batch in zip(results, expected, strict=True):
+        for result, plain in zip(compiled_batch, plain_batch, strict=True):
+            torch.testing.assert_close(result, plain, rtol=2e-2, atol=1e-4)
+
+
+def test_layers_stay_plain_if_one_has_another_gradient(
+    graphs: Counter[int], warnings: list[str]
+) -> None:
+    class Wrong(torch.autograd.Function):
+        """The identity, with twice the gradient."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return 2 * grads[0]
+
+    class Layer(GradientCheckpointingLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.linear(x)
+            return Wrong.apply(out) if torch.compiler.is_compiling() else out  # type: ignore[no-any-return]
+
+    model = make_tiny_model(num_hidden_layers=2)
+    model.model.layers = torch.nn.ModuleList([Layer(), Layer()])
+    compiled.compile_layers(model)
+    for layer in model.model.layers:
+        x = torch.ones(2, 3)
+        layer(x).sum().backward()
+        assert layer.linear.bias.grad.tolist() == [2.0, 2.0, 2.0]
+    (warning,) = warnings
+    assert "Layer.forward" in warning
+    assert "differ" in warning

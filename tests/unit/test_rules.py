@@ -172,6 +172,7 @@ INPUTS: list[dict[str, Any]] = [
     {"env.tool_parser": "a.py:b"},
     {"env.agent": "a.py:play", "env.task": "verifiers:a"},
     {"env.difficulty_filter": [0.9, 0.1]},
+    {"train_model.compile": "yes"},
     {"train.optim_batch_size": 48, "train.dialog_turns_per_batch": 64},
     {"logging.sample_rows": 0},
     {"evaluation.k": 1},

@@ -41,6 +41,7 @@ from torchrl_grpo.learner.resume import restore
 from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.learner.untrained import Untrained
 from torchrl_grpo.models import loading
+from torchrl_grpo.models.compiled import DEVICES, MIN_ELEMENTS
 from torchrl_grpo.models.divergence import Teacher
 from torchrl_grpo.models.memory import BYTES, weight_bytes
 from torchrl_grpo.models.scoring import (
@@ -159,6 +160,10 @@ def make_trainer(
         role: AverageScorer(model, temperature, decay=decay, every=every)
         for role, (decay, every) in config.averages.items()
     }
+    compiles = train.compile
+    if compiles == "auto":
+        is_large = config.pass_tokens * context.shape.hidden >= MIN_ELEMENTS
+        compiles = device.type in DEVICES and is_large and train.tensor_parallel_size == 1
     return PolicyTrainer(
         loss,
         model,
@@ -172,6 +177,7 @@ def make_trainer(
         clip_grad_norm=settings.clip_grad_norm,
         max_nonfinite_steps=config.train.max_nonfinite_steps,
         entropy_control=_entropy_control(config.policy),
+        compiles=compiles,
     )
 
 

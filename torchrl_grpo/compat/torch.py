@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters as counters
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -21,6 +23,9 @@ flash_attention_backward: Any = (
 """Its backward pass: takes the gradient of the output, query, key, value, output, normalizers, the
 dropout's probability, whether it is causal and ``scale``; returns the gradients of query, key and
 value."""
+
+CompilerError: Any = TorchDynamoException
+"""What ``torch.compile`` raises by itself."""
 
 _mkldnn: Any = torch.ops.mkldnn
 

@@ -82,6 +82,10 @@ class TrainModelConfig(DevicesConfig):
     export get them as the trainer computes with them."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
+    compile: Any = "auto"
+    """Compile the decoder layers in the first step: true, false, or auto, which does so on CUDA if a
+    pass is large enough to repay it. A layer whose results or gradients would differ is not
+    compiled."""
     tensor_parallel_size: int = limited(1, ge=1)
     """Devices that compute each layer together, at least 1; must divide the number of devices, over
     which the model is otherwise sharded."""
@@ -146,6 +150,12 @@ RULES = (
         lambda c: c.train_model.quantization and not c.train_model.lora.enabled,
     ),
     exclusive("train_model.quantization", "train_model.cpu_offload"),
+    Rule(
+        "train_model.compile",
+        "must be true, false or auto",
+        "use train_model.compile=auto",
+        bad=lambda value: value not in (True, False, "auto"),
+    ),
     arguments("train_model.model_kwargs", "experts_implementation: grouped_mm"),
 )
 UNREAD = (

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchrl import torchrl_logger
 
 from torchrl_grpo import keys
-from torchrl_grpo.compat.torch import mark_overflow
+from torchrl_grpo.compat.torch import counters, mark_overflow
 from torchrl_grpo.errors import NonFiniteError, NoSignalError
 from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.host.extras import load_extra
@@ -28,6 +28,7 @@ from torchrl_grpo.images.families import vision_parameters
 from torchrl_grpo.learner.measures import PassScores, StepMeasures
 from torchrl_grpo.learner.optimizer import EntropyControl, has_small_states
 from torchrl_grpo.learner.shards import read_parts
+from torchrl_grpo.models.compiled import compile_layers
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import MEMORY_SHARE, StepSetup, step_memory
 from torchrl_grpo.models.padding import has, trajectories_of
@@ -88,6 +89,7 @@ class PolicyTrainer:
         entropy_control: sets the loss's coefficient of the entropy bonus before each optimizer
             step; None leaves it alone.
         averages: averages of the weights, by role, which are updated after each batch; none by default.
+        compiles: whether decoder layers are compiled (``compile_layers``).
     """
 
     loss: PolicyLoss
@@ -103,10 +105,13 @@ class PolicyTrainer:
     max_nonfinite_steps: int = 5
     entropy_control: EntropyControl | None = None
     averages: Mapping[str, AverageScorer] = field(default_factory=dict)
+    compiles: bool = False
 
     def __post_init__(self) -> None:
         loss, model = self.loss, self.model
         sum_gradients(model)
+        if self.compiles:
+            compile_layers(base_model_of(model))
         if type(loss).forward.__qualname__ != PolicyLoss.forward.__qualname__:  # it is wrapped
             raise TypeError(
                 f"{type(loss).__name__}.forward must not be overridden, since a step computes the "
@@ -177,6 +182,8 @@ class PolicyTrainer:
             average.update(self.version)
         metrics = {name: _finite_mean([step[name] for step in steps]) for name in steps[0]}
         self.update_size = metrics.get("train/update_size", 0.0)
+        if self.compiles:
+            metrics["train/compiled_graphs"] = float(counters["stats"]["unique_graphs"])
         return metrics | {"train/skipped_steps": float(self.skipped_steps)}
 
     def _optim_batches(self, batch: TensorDictBase) -> Sequence[TensorDictBase]:

@@ -52,6 +52,12 @@ def attention(
         return _sdpa(module, query, key, value, attention_mask, *args, **kwargs)
     if args or kwargs.get("position_bias") is not None:
         raise NotImplementedError("attention over packed sequences supports no bias.")
+    return _packed(query, key, value, layout, **kwargs), None
+
+
+@torch.compiler.disable  # a graph would depend on the lengths of the sequences
+def _packed(query: Tensor, key: Tensor, value: Tensor, layout: Layout, **kwargs: Any) -> Any:
+    """Return the attention with a layout, [1, N, H, DV]."""
     longest, dropout = max(layout.lengths[1]), kwargs.get("dropout", 0.0)
     window = min(kwargs.get("sliding_window") or longest, longest)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
@@ -60,11 +66,11 @@ def attention(
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     plain = dropout == 0.0 and query.shape[-1] == value.shape[-1]
     if plain and query.device.type == "cpu" and window == longest:
-        return _FlashOnCPU.apply(query, key, value, layout.groups, scale), None
+        return _FlashOnCPU.apply(query, key, value, layout.groups, scale)
     key, value = (pick(tensor, 2, layout.keys) for tensor in (key, value))
     if plain and _has_varlen(query):
-        return _flash_on_cuda(query, key, value, layout, window, scale), None
-    return _each_sequence(query, key, value, layout, window, scale, dropout), None
+        return _flash_on_cuda(query, key, value, layout, window, scale)
+    return _each_sequence(query, key, value, layout, window, scale, dropout)
 
 
 AttentionInterface.register("sdpa", attention)

@@ -1,14 +1,21 @@
-"""``Compiled``: an elementwise part of a computation, as one kernel on CUDA."""
+"""``Compiled``: a function that is compiled on CUDA and checked against the plain one, and
+``compile_layers``, which makes decoder layers such functions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torchrl import torchrl_logger
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from torchrl_grpo.compat.torch import CompilerError
+from torchrl_grpo.images.families import language_model_of
 
 DEVICES = ("cuda",)
 """Devices for whose tensors functions are compiled."""
@@ -21,43 +28,75 @@ _TOLERANCE = 1e-2
 class Compiled:
     """A function of tensors that is compiled by its first call with a large tensor on CUDA.
 
-    That call compares the results with those of the plain function. If they differ, or if it
-    cannot be compiled, a warning says so, and the plain function is called from then on.
+    That call compares the results with those of the plain function and, of a layer, the gradients
+    too. If they differ, or if it cannot be compiled, a warning says so, and the plain
+    function is called from then on.
 
     Args:
         function: of tensors, the first of which is the largest, and other values; returns a tuple of
-            tensors. It may change its arguments, but not while it is compiled.
+            tensors or, if it is of a layer, a tensor. It may change its arguments, but not while it
+            is compiled.
+        is_layer: whether it is a module's forward, for which any tensor is large enough, on any
+            device.
+        problems: of functions that are compiled together: with any, all are plain.
     """
 
-    function: Callable[..., tuple[Tensor, ...]]
-    _compiled: Callable[..., tuple[Tensor, ...]] | None = None
+    function: Callable[..., Any]
+    is_layer: bool = False
+    problems: list[str] = field(default_factory=list)
+    _compiled: Callable[..., Any] | None = None
 
-    def __call__(self, largest: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        if (
-            largest.device.type not in DEVICES
-            or largest.numel() < MIN_ELEMENTS
-            or torch.compiler.is_compiling()
-        ):
-            return self.function(largest, *args)
-        if self._compiled is None:
-            self._compiled = self._checked(largest, *args)
-        return self._compiled(largest, *args)
+    def __call__(self, largest: Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_large = largest.device.type in DEVICES and largest.numel() >= MIN_ELEMENTS
+        if (self.is_layer or is_large) and not (self.problems or torch.compiler.is_compiling()):
+            try:
+                if self._compiled is None:
+                    self._compiled = self._checked(largest, *args, **kwargs)
+                return self._compiled(largest, *args, **kwargs)
+            except CompilerError as error:  # later too, at other shapes or settings
+                name, problem = self.function.__qualname__, " ".join(str(error).split())[:300]
+                self.problems.append(f"{name} is not compiled, and steps are slower: {problem}.")
+                torchrl_logger.warning(self.problems[0])
+        return self.function(largest, *args, **kwargs)
 
-    def _checked(self, largest: Tensor, *args: Any) -> Callable[..., tuple[Tensor, ...]]:
-        """Return the compiled function, or the plain one if it must be used."""
+    def _checked(self, largest: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """Return the compiled function."""
+
+        def results(function: Callable[..., Any]) -> list[Tensor]:
+            first = largest.detach().clone()
+            if not self.is_layer:
+                return [value.float() for value in function(first, *args, **kwargs)]
+            weights = self.function.__self__.parameters()  # type: ignore[attr-defined]
+            inputs = [first.requires_grad_(), *(w for w in weights if w.requires_grad)]
+            # Checkpointing of the layer must not see what is saved here.
+            with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
+                out = function(first, *args, **kwargs)
+            grads = torch.autograd.grad(out, inputs, out.detach())
+            return [value.float() for value in (out.detach(), *grads)]
+
         compiled = torch.compile(self.function, dynamic=True)
         try:
-            results = compiled(largest, *args)
-            expected = self.function(largest.clone(), *args)
-            if all(
-                torch.dist(result.float(), value.float()) <= _TOLERANCE * value.float().norm()
-                for result, value in zip(results, expected, strict=True)
+            ours, plain = results(compiled), results(self.function)
+            # A gradient that is much smaller may be nothing but rounding.
+            least = max(value.norm() for value in plain) / 100
+            if not all(
+                torch.dist(result, value) <= _TOLERANCE * max(value.norm(), least)
+                for result, value in zip(ours, plain, strict=True)
             ):
-                return compiled
-            problem = "its results differ from the plain ones"
+                raise ValueError("its results differ from the plain ones")
         except Exception as error:  # the compiler's are of many kinds
-            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        torchrl_logger.warning(
-            f"{self.function.__qualname__} is not compiled, and steps are slower: {problem}."
-        )
-        return self.function
+            raise CompilerError(repr(error)) from error
+        return compiled
+
+
+def compile_layers(base: nn.Module) -> None:
+    """Compile the decoder layers of a Hugging Face model, each by its first call.
+
+    All layers of a kind share the compiled code. Attention over packed sequences stays as it is, so
+    that what is compiled does not depend on their lengths. If one layer cannot be compiled, all
+    stay plain.
+    """
+    problems: list[str] = []
+    for module in language_model_of(base).modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.forward = Compiled(module.forward, is_layer=True, problems=problems)

@@ -123,9 +123,9 @@ def test_head_is_compiled_for_a_card(
 def test_layers_have_the_same_scores_and_gradients(
     graphs: Counter[int], warnings: list[str], monkeypatch: pytest.MonkeyPatch, lora: bool
 ) -> None:
-    """With checkpoints, in bfloat16, with and without gradients; all batches share the graphs."""
+    """With checkpoints, a window, in bfloat16, with and without gradients; all batches share graphs."""
     torch.manual_seed(0)
-    model: Any = make_tiny_model(num_hidden_layers=2)
+    model: Any = make_tiny_model(use_sliding_window=True, sliding_window=6, max_window_layers=1)
     if lora:
         model = loading.add_lora(model, r=2, alpha=4, target_modules="all-linear")
     loading.enable_gradient_checkpointing(model)
@@ -184,7 +184,7 @@ def test_layers_stay_plain_if_one_has_another_gradient(
             out: Tensor = self.linear(x)
             return Wrong.apply(out) if torch.compiler.is_compiling() else out  # type: ignore[no-any-return]
 
-    model = make_tiny_model(num_hidden_layers=2)
+    model = make_tiny_model()
     model.model.layers = torch.nn.ModuleList([Layer(), Layer()])
     compiled.compile_layers(model)
     for layer in model.model.layers:

@@ -207,11 +207,6 @@ class Layout:
         """Masks that earlier layers have made, for reuse by later ones."""
         return {}
 
-    @cached_property
-    def plans(self) -> dict[bool, Any]:
-        """Plans that earlier recurrent layers have made, for reuse by later ones."""
-        return {}
-
 
 def shared_prompts(rows: Rows) -> list[Prompt]:
     """Return the prompt of each sequence: its tokens before the first scored one, and the images

@@ -45,7 +45,7 @@ from torchrl_grpo.models.head import Centering, chunked_log_probs, tied_embeddin
 from torchrl_grpo.models.layout import Layout, Prompt, packed, padded, pick
 from torchrl_grpo.models.loading import base_model_of, check_adapters
 from torchrl_grpo.models.padding import is_of_wrapper, sequences_of
-from torchrl_grpo.models.recurrent import is_attention_free, pack_recurrent
+from torchrl_grpo.models.recurrent import pack_recurrent
 from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.segments import send
 from torchrl_grpo.models.sharding import call_gathered, compute_device, local_part, mesh_of
@@ -153,8 +153,6 @@ class TokenScorer(TensorDictModuleBase):
         base, config = self.base, self.base.config.get_text_config()
         why = getattr(base, "unpacked_because", None)
         why = "it was sharded before a TokenScorer could check it" if why is None else why
-        if (attention := attention_of(config)) != "sdpa" and not is_attention_free(base):
-            why = f"its attention is {attention}, not sdpa"
         if is_bidirectional(base) and any(images or ()):
             why = "the tokens of an image attend to each other"
         for name in WINDOWS:
@@ -378,7 +376,6 @@ def check_scorer(scorer: TokenScorer) -> None:
     """
     base, head = scorer.base, scorer.base.get_output_embeddings().weight
     base.unpacked_because = "it is being checked"
-    pack_recurrent(base)
     tokens = _some_tokens(scorer)
     try:
         with _evaluated(scorer.model), torch.autocast(tokens.device.type, enabled=False):
@@ -521,18 +518,20 @@ def _check_packing(scorer: TokenScorer, tokens: Tensor, dtype: torch.dtype) -> s
 
     Recurrent layers that cannot start from the states of a prompt compute it again from then on.
     """
-    layers, why = pack_recurrent(scorer.base), ""
-    for forks in (True, False) if layers else (True,):
-        for layer in layers:
+    for forks in (True, False):
+        for layer in pack_recurrent(scorer.base):
             layer.forks = forks
         if not (why := _compare_packing(scorer, tokens, dtype)):
             break
-    holders = [scorer.base.config.get_text_config(), *scorer.base.modules()]
+    config = scorer.base.config.get_text_config()
+    holders = [config, *scorer.base.modules()]
     # Of two tokens, so that short sequences are longer.
     lengths = [(at, name, 2) for at in holders for name in _LENGTHS if getattr(at, name, None)]
     if not why and lengths:
         with _changed(lengths):
             why = _compare_packing(scorer, tokens, dtype)
+    if why and (attention := attention_of(config)) != "sdpa":
+        why = f"its attention is {attention}, not sdpa"
     return why
 
 

@@ -45,6 +45,21 @@ LATENT = {
     "qk_rope_head_dim": 32,
     "v_head_dim": 32,
 }
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "initializer_range": 0.05,  # with larger weights, the rule multiplies rounding
+}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 64,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": GROUPED,
@@ -88,6 +103,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": PLAIN | LATENT | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
     | {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "num_key_value_heads": 4},
     "lfm2": GROUPED | {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": GROUPED | {"layer_types": ["conv", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 32, "num_dense_layers": 1},
+    "qwen3_next": HEADS | EXPERTS | LINEAR | {"shared_expert_intermediate_size": 32},
+    "qwen3_5_text": HEADS | LINEAR,
+    "qwen3_5_moe_text": HEADS | EXPERTS | LINEAR | {"shared_expert_intermediate_size": 32},
+    "olmo_hybrid": GROUPED | LINEAR,
+    "granitemoehybrid": GROUPED | MAMBA | {"layer_types": ["mamba", "attention"], "num_local_experts": 4}
+    | {"num_experts_per_tok": 2, "shared_intermediate_size": 32},
+    "bamba": GROUPED | MAMBA | {"attn_layer_indices": [1]},
+    "nemotron_h": HEADS | {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16}
+    | {"ssm_state_size": 16, "n_groups": 1, "chunk_size": 64},
+    "zamba2": GROUPED | {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "chunk_size": 64}
+    | {"mamba_d_state": 16, "mamba_headdim": 32, "n_mamba_heads": 8, "mamba_ngroups": 1, "num_mem_blocks": 1},
     "jamba": GROUPED | {"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "llama4_text": HEADS | {"num_local_experts": 4, "intermediate_size_mlp": 96, "attention_chunk_size": 64},
     # These models are refused.

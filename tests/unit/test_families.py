@@ -36,8 +36,11 @@ from torchrl_grpo.models.loading import load_config, load_model
 from torchrl_grpo.weights import load_weights, named_weights
 
 ROUNDING = 3e-5
+CLAMPED = {"nemotron_h": 1e-3, "zamba2": 1e-3}
+"""Hugging Face clamps their step sizes (``time_step_min``) except where it decodes."""
 
 NO_CACHE = r"backend=transformers needs a model whose logits are the same token by token.* those of \w+ are not \("
+NO_ADAPTERS = "must name modules of the model that can have adapters"
 REFUSED = {
     "gemma2": {
         "scorer": r"off by 0\.0\d+ nats on average \(its config has final_logit_softcapping=30\.0\)"
@@ -46,7 +49,7 @@ REFUSED = {
     "cohere2": {"scorer": r"its config has logit_scale=0\.0625"},
     "falcon_h1": {
         "scorer": r"FalconH1ForCausalLM must have .* off by 0\.\d+ nats on average .*lm_head_multiplier=0\.5\); use",
-        "LoRA": "must name modules of the model that can have adapters .*Module 'out_proj' is incompatible",
+        "LoRA": NO_ADAPTERS + ".*Module 'out_proj' is incompatible",
     },
     "modernbert-decoder": {
         "scorer": r"ModernBertDecoderForCausalLM must .* off by [\d.]+ nats on average; use another"
@@ -56,8 +59,12 @@ REFUSED = {
         "engine": NO_CACHE,
         "scorer": r"BertLMHeadModel must have .* depend on no later token.* off by",
     },
-    "mamba": {"engine": NO_CACHE, "LoRA": "must name modules of the model that can have adapters"},
-    "mamba2": {"engine": NO_CACHE, "LoRA": "must name modules of the model that can have adapters"},
+    "mamba": {"engine": NO_CACHE, "LoRA": NO_ADAPTERS},
+    "mamba2": {"engine": NO_CACHE, "LoRA": NO_ADAPTERS},
+    "granitemoehybrid": {"LoRA": NO_ADAPTERS},
+    "bamba": {"LoRA": NO_ADAPTERS},
+    "nemotron_h": {"LoRA": NO_ADAPTERS + r".*'out_proj' is incompatible with Mamba"},
+    "zamba2": {"LoRA": NO_ADAPTERS},
     "rwkv": {"engine": NO_CACHE},
     "minimax": {"engine": NO_CACHE + "ValueError: MiniMax uses cache of its own"},
     "jamba": {"LoRA": r"layers\.0\.mamba\.in_proj.*: use \[q_proj,k_proj,v_proj,o_proj\], or"},
@@ -93,7 +100,7 @@ def test_log_probs_are_the_model_s_own_or_refused(name: str, what: str) -> None:
     parts = {"engine": ["engine"], "LoRA": ["LoRA", "scorer", "engine"]}
     message = next((refused[part] for part in parts.get(what, ["scorer"]) if part in refused), None)
     if message is None:
-        assert MEASURES[what](name) < ROUNDING
+        assert MEASURES[what](name) < CLAMPED.get(name, ROUNDING)
         return
     with pytest.raises(ValueError, match=message):
         MEASURES[what](name)

@@ -75,16 +75,18 @@ class _Call(NamedTuple):
     starts: GatherIndex
 
     @classmethod
-    def of(cls, parts: list[_Part], width: int, device: torch.device) -> _Call:
-        """Return the call for parts of at most ``width`` tokens."""
+    def of(cls, parts: list[_Part], least: int, device: torch.device) -> _Call:
+        """Return the call for parts, the longest first; T is at least ``least``."""
+        width = max(len(parts[0][0]), least)
         place = torch.arange(width, device="cpu")
-        source = [row[place.clamp(max=len(row) - 1)] for row, *_ in parts]
         own = [
             number * width + place[skip : len(row)] for number, (row, skip, _) in enumerate(parts)
         ]
         return cls(
             width,
-            GatherIndex(torch.cat(source)).to(device),
+            GatherIndex(torch.cat([row[place.clamp(max=len(row) - 1)] for row, *_ in parts])).to(
+                device
+            ),
             send(torch.cat(own), device),
             GatherIndex(torch.tensor([start for *_, start in parts], device="cpu")).to(device),
         )
@@ -108,20 +110,20 @@ def _make_plan(layout: Layout, forks: bool) -> tuple[list[_Call], list[_Call], T
         first, *others = islice(rows, len(sizes))
         prompt = first[:length]
         if forks and others:
-            prompts.append((prompt, 0, 0))
-            rest = first[length:], *others
-            parts += [(row, 0, len(prompts)) for row in rest if len(row)]
+            prompts += [(prompt, 0, 0)]
+            parts += [(row, 0, len(prompts)) for row in (first[length:], *others) if len(row)]
         else:
-            parts.append((first, 0, 0))
-            parts += [(torch.cat([prompt, row]), length, 0) for row in others]
-    # In a call, no part is twice as long as another.
+            parts += [(first, 0, 0), *((torch.cat([prompt, row]), length, 0) for row in others)]
+    # In a call, no part from 64 tokens on is twice as long as another.
     parts.sort(key=lambda part: -len(part[0]))
-    calls = [list(call) for _, call in groupby(parts, lambda part: len(part[0]).bit_length())]
+    calls = [
+        list(call) for _, call in groupby(parts, lambda part: (len(part[0]) | 63).bit_length())
+    ]
     device = layout.tokens.device
     return (
-        [_Call.of([part], len(part[0]), device) for part in prompts],
+        [_Call.of([part], 1, device) for part in prompts],
         # States would be updated in place by a single token.
-        [_Call.of(call, max(len(call[0][0]), 2), device) for call in calls],
+        [_Call.of(call, 2, device) for call in calls],
         send(torch.cat([row[skip:] for row, skip, _ in prompts + parts]).argsort(), device),
     )
 
@@ -144,7 +146,7 @@ class PackedLayer(nn.Module):
         kwargs.pop("layout", None)
         if self.layout is None:
             return compute_batch(hidden_states, **kwargs)
-        results: list[Tensor] = []
+        results = list[Tensor]()
 
         def compute(call: _Call, *before: Tensor) -> _States:
             batch = pick(hidden_states[0], 0, call.source).unflatten(0, (-1, call.width))

@@ -519,9 +519,9 @@ def _check_packing(scorer: TokenScorer, tokens: Tensor, dtype: torch.dtype) -> s
     Recurrent layers that cannot start from the states of a prompt compute it again from then on.
     """
     for forks in (True, False):
-        for layer in pack_recurrent(scorer.base):
+        for layer in (layers := pack_recurrent(scorer.base)):
             layer.forks = forks
-        if not (why := _compare_packing(scorer, tokens, dtype)):
+        if not (why := _compare_packing(scorer, tokens, dtype)) or not layers:
             break
     config = scorer.base.config.get_text_config()
     holders = [config, *scorer.base.modules()]

@@ -9,8 +9,10 @@ imported.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torchrl_grpo.errors import InvalidRewardError
@@ -404,3 +406,41 @@ def check_optimizer(name: str) -> None:
             "optimizer.name=adamw_8bit needs the package torchao: pip install 'torchrl_grpo[adamw-8bit]', "
             "or use optimizer.name=adamw."
         )
+
+
+_OF_ADAPTERS = (
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "target_parameters",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "fan_in_fan_out",
+    "layers_to_transform",
+    "layers_pattern",
+)
+"""Arguments of peft's ``LoraConfig`` that say which adapters there are."""
+
+
+def adapter_settings(folder: str) -> dict[str, Any]:
+    """Return the arguments of peft's ``LoraConfig`` for the adapters in a folder.
+
+    Raises:
+        ValueError: the folder has no LoRA adapters in peft's format, or some that do not belong to
+            the base model as it is.
+    """
+    try:
+        saved = json.loads((Path(folder) / "adapter_config.json").read_bytes())
+        settings = {name: saved[name] for name in _OF_ADAPTERS if saved.get(name)}
+        if saved["peft_type"] != "LORA" or not isinstance(settings["r"], int):
+            raise ValueError(f"peft_type={saved['peft_type']}, r={settings['r']}")
+        if saved.get("init_lora_weights") not in (None, True, False, "gaussian"):
+            raise ValueError(f"init_lora_weights={saved['init_lora_weights']} changes the base")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"train_model.lora.path={folder} must be a folder of LoRA adapters in peft's format "
+            f"({error!r:.200}): use one that `python -m torchrl_grpo export --adapters` or peft's "
+            "save_pretrained has written."
+        ) from error
+    return settings

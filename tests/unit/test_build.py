@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import compose_config
 from tests.support.documentation import undocumented
-from tests.support.models import make_tiny_model
+from tests.support.models import make_lora, make_tiny_model
 from tests.support.runs import at, state_in, whole_state_of
 from torchrl_grpo.assembly import layouts
 from torchrl_grpo.assembly import prepare as prepare_module
@@ -456,6 +456,18 @@ def test_temperature_is_that_of_engine_trainer_and_reference(tmp_path: Path) -> 
     assert rows[1]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
     assert rows[1]["train/ESS"] == pytest.approx(1.0, abs=1e-4)
     assert rows[1]["train/kl_k3_to_ref"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_adapters_in_a_folder(tmp_path: Path) -> None:
+    """Engine and trainer have them before the first step, and the reference does not."""
+    base = loading.load_model("starter", dtype=torch.float32, device=torch.device("cpu"))
+    torch.manual_seed(0)
+    make_lora(base).save_pretrained(tmp_path / "adapters")
+    lora = ["train_model.lora.enabled=true", f"train_model.lora.path={tmp_path / 'adapters'}"]
+    _, rows = fit(tmp_path / "run", *lora, "inference_model.check_sync=true")
+    assert max(row["sync/mismatch_max"] for row in rows) < 1e-3
+    assert rows[1]["train/kl_k3_to_ref"] > 0.1
 
 
 @pytest.mark.slow

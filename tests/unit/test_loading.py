@@ -8,6 +8,7 @@ import math
 import socket
 import ssl
 import urllib.error
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import (
     AutoConfig,
     GenerationConfig,
@@ -27,7 +29,7 @@ from transformers import (
 
 from tests.support.configs import compose_config
 from tests.support.families import make_family
-from tests.support.models import make_tiny_model
+from tests.support.models import make_lora, make_tiny_model
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.extras.hints import hub
 from torchrl_grpo.extras.hints.models import check_models
@@ -35,6 +37,7 @@ from torchrl_grpo.generation import SamplingParams
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.tasks.dataset import DatasetTask
+from torchrl_grpo.weights import named_adapters
 
 
 def test_an_unreachable_model_is_one_clear_error() -> None:
@@ -65,7 +68,7 @@ def test_a_folder_of_adapters_is_told_from_a_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     with pytest.raises(
         ValueError,
-        match=r"with a whole model, .*adapters of org/base.*python -m torchrl_grpo export",
+        match=rf"with a whole model, .* model\.name=org/base .* train_model\.lora\.path={tmp_path}",
     ):
         loading.load_config(str(tmp_path))
 
@@ -167,6 +170,62 @@ def test_adapters_that_a_user_of_the_weight_would_ignore_are_refused(
     config = AutoConfig.for_model(kind, **sizes | more[kind])
     with pytest.raises(ValueError, match=r"train_model\.lora\.target_modules=.*users"):
         loading.config_shape(config, r=2, alpha=4, target_modules=[target])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"target_modules": ["q_proj", "down_proj"], "rank_pattern": {"q_proj": 2}}],
+)
+def test_training_goes_on_with_saved_adapters(settings: dict[str, Any], tmp_path: Path) -> None:
+    saved = make_lora(use_rslora=True, alpha_pattern={"down_proj": 3}, **settings)
+    saved.save_pretrained(tmp_path)
+    model = loading.add_lora(make_tiny_model(), path=str(tmp_path))
+    for mine, theirs in zip(named_adapters(model), named_adapters(saved), strict=True):
+        assert mine[0] == theirs[0] and mine[1].scaling == theirs[1].scaling
+        assert torch.equal(mine[1].a, theirs[1].a) and torch.equal(mine[1].b, theirs[1].b)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained and all(".lora_" in name for name in trained)
+
+
+def change_settings(folder: Path, **changes: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "why"),
+    [
+        (lambda folder: change_settings(folder, init_lora_weights="pissa"), "weights=pissa"),
+        (lambda folder: change_settings(folder, peft_type="IA3"), "peft_type=IA3"),
+        (lambda folder: change_settings(folder, r="x"), "r=x"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "peft's format.*No such file"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "safe_serialization"),
+        (lambda folder: change_tensors(folder, lambda t: t.popitem()), "1 tensors are missing"),
+        (
+            lambda folder: change_tensors(
+                folder, lambda t: t.update({"base.bias": t.popitem()[1]})
+            ),
+            r"2 tensors are missing.*base\.bias",
+        ),
+        (lambda folder: change_settings(folder, r=3), "of another shape"),
+    ],
+)
+def test_adapters_of_another_kind_or_model_are_refused(
+    break_it: Callable[[Path], Any], why: str, tmp_path: Path
+) -> None:
+    """Before weights load, because the shapes of the run are counted first."""
+    make_lora().save_pretrained(tmp_path)
+    break_it(tmp_path)
+    config = make_tiny_model().config
+    with pytest.raises(ValueError, match=rf"train_model\.lora\.path={tmp_path} must .*{why}"):
+        loading.config_shape(config, path=str(tmp_path))
 
 
 def test_adapters_of_an_embedding_that_is_not_tied_are_accepted() -> None:

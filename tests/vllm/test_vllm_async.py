@@ -159,7 +159,10 @@ def test_adapters_without_a_slot_are_refused_and_half_of_a_pair_too(slots):
     """The last adapters arrive, but vLLM does not take them."""
     sent = ADAPTERS.send(Trained(make_adapted(7)), 7)
     for layers, why in (
-        ((("model.extra.weight", 1.0), *sent.layers[1:]), r"no slot for .*model\.extra"),
+        (
+            (("model.extra.weight", 1.0), *sent.layers[1:]),
+            r"lora\.target_modules: .* no .* model\.extra",
+        ),
         (sent.layers[:-1], "longer"),
     ):
         with pytest.raises(Exception, match=why):

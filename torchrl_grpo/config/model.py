@@ -58,12 +58,24 @@ class LoraConfig:
     """Modules that get adapters: [all-linear] (all but the LM head), or names such as
     [q_proj,v_proj]; none whose weight is the LM head's, such as a tied embedding.
     """
+    path: str | None = None
+    """Folder of adapters of model.name, in peft's format, to continue from; it also has their rank,
+    alpha and modules. The reference model is without them.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Rank of the adapters, 0 without any."""
+        rank: int = checks.adapter_settings(self.path)["r"] if self.path else self.r
+        return rank if self.enabled else 0
 
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of ``loading.add_lora``; none without adapters."""
         if not self.enabled:
             return {}
+        if self.path is not None:
+            return {"path": self.path}
         names = self.target_modules
         targets = names[0] if names == ["all-linear"] else names
         return {"r": self.r, "alpha": self.alpha, "target_modules": targets}
@@ -163,6 +175,15 @@ UNREAD = (
         "train_model.lora.enabled",
         (True,),
         "true",
+        "train_model.lora.r",
+        "train_model.lora.alpha",
+        "train_model.lora.target_modules",
+        "train_model.lora.path",
+    ),
+    *read_with(
+        "train_model.lora.path",
+        (None,),
+        "null",
         "train_model.lora.r",
         "train_model.lora.alpha",
         "train_model.lora.target_modules",

@@ -525,21 +525,6 @@ class VLLMBase(Engine):
         containers only.
         """
 
-    def _finish_setup(self, slots: AdapterSlots | None) -> None:
-        """Finish the workers' setup.
-
-        Raises:
-            ValueError: vLLM has no slots for some adapters.
-        """
-        parts = {name.rpartition(".")[2] for name in self._rpc("finish_setup")[0]}
-        missing = set() if slots is None else {*slots.modules} - parts
-        if missing:
-            raise ValueError(
-                "train_model.lora.target_modules must be modules that have adapters in vLLM too, "
-                f"but {', '.join(sorted(missing))} have none there: leave them out, or use "
-                "inference_model.backend=transformers."
-            )
-
     @abstractmethod
     def _updating(self, version: int) -> AbstractContextManager[None]:
         """Context in which workers receive weights. On exit, caches of the old weights are dropped,
@@ -777,7 +762,7 @@ class VLLMEngine(VLLMBase):
             self._llm = LLM(**arguments, enable_sleep_mode=self._enable_sleep)
         super().__init__(config, self._llm.llm_engine.vllm_config)
         watch_for_stops(self._llm.llm_engine.output_processor, self._stops)
-        self._finish_setup(settings.get("slots"))
+        self._rpc("finish_setup")
         unname_queues()
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:

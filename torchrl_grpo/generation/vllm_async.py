@@ -155,7 +155,7 @@ class AsyncVLLMEngine(VLLMBase):
                 # The scheduler reports that it is ready before it has connected the socket for
                 # answers; only an answer shows that the socket files are not needed anymore.
                 self._workers = [os.pidfd_open(pid) for pid in self._rpc("die_with_parent")]
-                self._finish_setup(settings.get("slots"))
+                self._rpc("finish_setup")
                 self._call(self._set_version(0))
         except BaseException:
             self.close()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrl import torchrl_logger
@@ -29,12 +30,13 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchrl_grpo.chat.template import render_chat
-from torchrl_grpo.checks import STARTERS, check_argument
+from torchrl_grpo.checks import STARTERS, adapter_settings, check_argument
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.images.families import FAMILIES, family_of, vision_parameters
 from torchrl_grpo.models.memory import Shape, shape_of_config, vision_shape
 from torchrl_grpo.starter import starter_path
+from torchrl_grpo.weights.named import named_adapter_weights
 
 STARTER = "starter"
 """Name of the model shipped with the package."""
@@ -483,20 +485,32 @@ def _shapes(
 
 
 def add_lora(
-    model: PreTrainedModel, *, r: int, alpha: int, target_modules: str | list[str] = "all-linear"
+    model: PreTrainedModel,
+    *,
+    r: int = 16,
+    alpha: int = 32,
+    target_modules: str | list[str] = "all-linear",
+    path: str | None = None,
 ) -> nn.Module:
     """Wrap a model with LoRA adapters (arXiv 2106.09685) through peft. Only the adapters are
     trained, without dropout. The image encoder of a vision-language model gets none.
 
+    Args:
+        model: the base model.
+        r: rank.
+        alpha: scale of the adapters' output, divided by ``r``.
+        target_modules: names of the modules that get adapters.
+        path: folder of existing adapters in peft's format, which replace the other arguments.
+
     Raises:
-        ValueError: the model has no such modules, or ``check_adapters`` refuses one.
+        ValueError: the model has no such modules, ``check_adapters`` refuses one, or the existing
+            adapters are of another model.
     """
     from peft import LoraConfig, get_peft_model  # slow to import, and only LoRA runs need it
 
+    settings = {"r": r, "lora_alpha": alpha, "target_modules": target_modules}
     config = LoraConfig(
-        r=r,
-        lora_alpha=alpha,
-        target_modules=target_modules,
+        **(settings if path is None else adapter_settings(path)),
         exclude_modules=_vision_modules(model),
         task_type="CAUSAL_LM",
     )
@@ -511,10 +525,39 @@ def add_lora(
             f"train_model.lora.target_modules={target_modules} must name modules of the model that "
             f"can have adapters ({error}): use {others}, or train_model.lora.enabled=false."
         ) from error
+    if path is not None:
+        _load_adapters(adapted, Path(path))
     for module in adapted.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = _OutsideAutocast()
     return adapted
+
+
+@torch.no_grad()
+def _load_adapters(model: nn.Module, folder: Path) -> None:
+    """Copy saved adapters into a peft model; on the meta device only compare names and shapes."""
+    field = f"train_model.lora.path={folder}"
+    try:
+        saved = load_file(folder / "adapter_model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{field} must have a file adapter_model.safetensors, which could not be read "
+            f"({error}): write it with safe_serialization=True."
+        ) from error
+    own = {name.replace(".default", ""): w for name, w in named_adapter_weights(model)}
+    wrong = [
+        name
+        for name in {**own, **saved}
+        if name not in own or name not in saved or own[name].shape != saved[name].shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"{field} must have plain LoRA adapters of model.name, but {len(wrong)} tensors are "
+            f"missing, unknown or of another shape ({', '.join(wrong[:3])}): use the model that "
+            "they were trained with."
+        )
+    for name, weight in own.items():
+        weight.copy_(saved[name])
 
 
 class _OutsideAutocast:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from importlib import import_module
-from itertools import chain
 from typing import Any
 
 import torch
@@ -38,7 +37,8 @@ def attach(
     weights = import_module("vllm.lora.lora_weights").LoRALayerWeights
     parsed = import_module("vllm.lora.utils").parse_fine_tuned_lora_name
     manager = worker.model_runner.lora_manager._adapter_manager
-    dtype, with_slot = manager.lora_config.lora_dtype, set(modules_with_slot(worker))
+    dtype, slots = manager.lora_config.lora_dtype, {*manager.modules}
+    slots.update(*manager.packed_modules.values())
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     mapper = mapper and mapper.get_rename_mapper()
     loras = {}
@@ -49,8 +49,11 @@ def attach(
         # Scaled before it is rounded; copies, which vLLM keeps.
         b = (b * scaling).to(dtype)
         loras[module] = weights(module, len(a), 1, a.to(dtype, copy=True), b, scaling=1)
-        if module not in with_slot:
-            raise RuntimeError(f"vLLM has no slot for the adapters of {name}.")
+        if module not in slots:
+            raise RuntimeError(
+                f"train_model.lora.target_modules: vLLM has no adapters for {name}: leave it out, "
+                "or use inference_model.backend=transformers."
+            )
     for other in set(manager.list_adapters()) - set(keep):
         manager.remove_adapter(other)
     manager.add_adapter(import_module("vllm.lora.lora_model").LoRAModel(number, 0, loras))
@@ -63,11 +66,3 @@ def slot_tensors(worker: Any) -> TensorStream:
         for name, module in worker.model_runner.lora_manager._adapter_manager.modules.items():
             stacks = enumerate((*module.lora_a_stacked, *module.lora_b_stacked))
             yield from ((f"{name}.slots.{part}", stack) for part, stack in stacks)
-
-
-def modules_with_slot(worker: Any) -> list[str]:
-    """Return vLLM's names of the modules that can have adapters, the parts of packed ones too."""
-    if worker.vllm_config.lora_config is None:
-        return []
-    manager = worker.model_runner.lora_manager._adapter_manager
-    return [*manager.modules, *chain.from_iterable(manager.packed_modules.values())]

@@ -25,7 +25,7 @@ from torchrl_grpo.host.processes import die_with_parent, enable_stack_dump
 from torchrl_grpo.weights.ipc import opened
 from torchrl_grpo.weights.receipts import Digests, Receipt, receipt_of
 from torchrl_grpo.weights.shared import SharedBlock
-from torchrl_grpo.weights.slots import attach, modules_with_slot, slot_tensors
+from torchrl_grpo.weights.slots import attach, slot_tensors
 
 OBJECT_STORE = "object_store"
 """Name of our engine in vLLM's factory."""
@@ -176,13 +176,10 @@ class WeightSyncExtension:
             die_with_parent(parent.pid)
         return os.getpid()
 
-    def finish_setup(self) -> list[str]:
-        """Finish the worker's setup, after all workers have connected. Return the names of the
-        modules that can have adapters.
-        """
+    def finish_setup(self) -> None:
+        """Finish the worker's setup, after all workers have connected."""
         enable_stack_dump()
         unname_queues()
-        return modules_with_slot(self)
 
 
 def _transfer_engine(worker: Any, backend: str) -> Any:

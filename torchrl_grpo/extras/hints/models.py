@@ -95,10 +95,10 @@ def _instead_of(folder: Path) -> str:
             base = json.loads((folder / "adapter_config.json").read_bytes())
             name = base["base_model_name_or_path"]
         except (OSError, ValueError, TypeError, KeyError):
-            name = "its base model"
+            name = "BASE"
         return (
-            f"it has only adapters of {name}: write the whole model, by merge_and_unload of peft or, "
-            "for a run's adapters, python -m torchrl_grpo export"
+            f"it has only adapters of {name}: to train them on, use model.name={name} "
+            f"train_model.lora.enabled=true train_model.lora.path={folder}"
         )
     is_own = is_checkpoint(folder) or (folder / METRICS_FILE).is_file() or checkpoints_in(folder)
     places = (folder / "checkpoints", folder, folder.parent if is_checkpoint(folder) else folder)

@@ -220,6 +220,14 @@ INPUTS: list[dict[str, Any]] = [
     EXACT | {"inference_model.dtype": "bfloat16"},
     EXACT | {"env.max_turns": 2},
     EXACT | {"train_model.lora.enabled": True},
+    *(
+        {"train_model.lora.enabled": True, "train_model.lora.path": "a", key: value}
+        for key, value in (
+            ("train_model.lora.r", 2),
+            ("train_model.lora.alpha", 2),
+            ("train_model.lora.target_modules", ["a"]),
+        )
+    ),
     EXACT | {"train_model.num_devices": 2},
     EXACT | {"train_model.devices": [0, 1]},
     EXACT | {"train_model.tensor_parallel_size": 2},

@@ -570,7 +570,7 @@ TEXT = {
     "env.revision", "env.train_split", "env.test_split", "env.columns.prompt", "env.columns.answer",
     "env.columns.images", "env.columns.completion", "env.columns.messages",
     "env.prompt_template", "env.system_prompt", "env.retry_prompt",
-    "env.chat_template_kwargs", "inference_model.stop", "train_model.lora.target_modules", "train.keep_checkpoints",
+    "env.chat_template_kwargs", "inference_model.stop", "train_model.lora.target_modules", "train_model.lora.path", "train.keep_checkpoints",
     "train_model.num_devices", "inference_model.num_devices", "ref_model.num_devices", "teacher.num_devices",
     "policy.clip_epsilon", "policy.rejection",
     "logging.sample_rows", "train.resume", "logging.wandb.project", "logging.wandb.name",

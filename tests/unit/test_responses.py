@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,9 +15,12 @@ from hypothesis import strategies as st
 from tests.support.agents import PROBLEM, agent_task, own_score, played
 from torchrl_grpo.integrations.agents import load_program
 from torchrl_grpo.integrations.agents.protocol import (
+    ANTHROPIC,
     CHAT,
+    COUNT,
     PATHS,
     RESPONSES,
+    TEXT,
     Answer,
     BadRequest,
     parse_request,
@@ -250,31 +254,98 @@ def test_unsupported_fields_are_errors_that_name_them(wrong, param, message):
     assert (error.value.status, body["type"]) == (400, "invalid_request_error")
 
 
-WORDS = """message reasoning function_call function_call_output function auto input_text output_text
-input_image text image base64 tool_use tool_result user assistant tool developer {} {"a":1}"""
-KEYS = """type role content text input messages system tools tool_choice tool_calls function name id
-arguments parameters input_schema call_id output summary encrypted_content image_url url source data
-prompt instructions include store previous_response_id format stream stop stop_sequences max_tokens
-max_output_tokens logprobs response_format"""
-_WORDS, _KEYS = (st.sampled_from(words.split()) for words in (WORDS, KEYS))
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 2) | st.text(max_size=2) | _WORDS,
-    lambda values: st.lists(values, max_size=3) | st.dictionaries(_KEYS, values, max_size=4),
-    max_leaves=12,
-)
+IMAGE = "data:image/png;base64,YQ=="
+ITEMS = [
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+    user([{"type": "input_image", "image_url": IMAGE}]),
+    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}], "summary": []},
+    {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+    {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": 1}'},
+    RESULT,
+]
+CHAT_ITEMS = [
+    user([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": IMAGE}}]),
+    {
+        "role": "assistant",
+        "content": "a",
+        "reasoning_content": "a",
+        "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": "{}"}}],
+    },
+    {"role": "tool", "tool_call_id": "c", "content": "a"},
+]
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "YQ=="}
+BLOCKS = [
+    user([{"type": "text", "text": "a"}, {"type": "image", "source": SOURCE}]),
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "a", "input": {}}]},
+    user([{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "a"}]}]),
+]
+MESSAGES = {
+    "system": "a",
+    "messages": BLOCKS,
+    "max_tokens": 3,
+    "stop_sequences": ["a"],
+    "tools": [{"name": "add", "description": "a", "input_schema": SCHEMA}],
+    "tool_choice": {"type": "auto"},
+    "stream": True,
+}
+REQUESTS: dict[str, dict[str, Any]] = {
+    CHAT: {
+        "model": "a",
+        "messages": CHAT_ITEMS,
+        "tools": [OURS],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "stop": ["a"],
+        "logprobs": True,
+        "stream_options": {"include_usage": True},
+    },
+    TEXT: {"prompt": ["a"], "max_tokens": 3, "stop": "a", "logprobs": 1, "stream": True},
+    RESPONSES: {
+        "instructions": "a",
+        "input": ITEMS,
+        "tools": [ADD],
+        "tool_choice": "auto",
+        "text": {"format": {"type": "text"}},
+        "include": ["reasoning.encrypted_content"],
+        "max_output_tokens": 3,
+        "previous_response_id": "a",
+        "store": True,
+        "stream": True,
+    },
+    ANTHROPIC: MESSAGES,
+    COUNT: MESSAGES,
+}
+ODD: list[Any] = [None, True, 3, "a", [], [3], [None], [[]], {}, {"type": 3}, {"type": "text"}]
 
 
-@given(path=st.sampled_from(PATHS), fields=st.dictionaries(_KEYS, _JSON, max_size=5))
-def test_any_request_is_parsed_or_refused(path, fields):
-    base = {"messages": [user("a")], "input": "a", "prompt": "a"}
-    own = {RESPONSES: "input"}.get(path, "messages")
-    for body in (fields, {own: base[own]} | fields):
+def variants(value: Any) -> Iterator[Any]:
+    """Yield JSON with each of its nodes replaced by each odd value, or left out."""
+    yield from ODD
+    keys = value if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0)
+    for key in keys:
+        for other in variants(value[key]):
+            changed = value.copy()
+            changed[key] = other
+            yield changed
+        changed = value.copy()
+        del changed[key]
+        yield changed
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_any_request_is_parsed_or_refused(path):
+    parse_request(path, json.dumps(REQUESTS[path]).encode())
+    outcomes = set()
+    for body in variants(REQUESTS[path]):
         try:
             request = parse_request(path, json.dumps(body).encode())
         except BadRequest as error:
             json.dumps(error.body(path))
+            outcomes.add(error.status)
         else:
             assert all(isinstance(message["role"], str) for message in request.messages)
+            outcomes.add(200)
+    assert outcomes == {200, 400}
 
 
 @given(st.text(max_size=20), st.text(max_size=20), st.booleans(), st.sampled_from(["", "<think>"]))

@@ -416,9 +416,6 @@ _OF_ADAPTERS = (
     "rank_pattern",
     "alpha_pattern",
     "use_rslora",
-    "fan_in_fan_out",
-    "layers_to_transform",
-    "layers_pattern",
 )
 """Arguments of peft's ``LoraConfig`` that say which adapters there are."""
 

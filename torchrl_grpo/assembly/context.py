@@ -137,7 +137,8 @@ class Context:
         train, engine = self.config.train_model, self.config.inference_model
         on_cpu = self.plan.inference[0][0].type == "cpu"
         dtypes = ENGINES[engine.backend].adapters
-        fits = dtypes if on_cpu else engine.dtype in dtypes
+        has_experts = self.shape.active < self.shape.parameters  # vLLM needs a GPU for these
+        fits = dtypes and not has_experts if on_cpu else engine.dtype in dtypes
         if not (fits and train.lora.enabled and not train.quantization):
             return None
         layers = adapted_layers(self._on_meta)

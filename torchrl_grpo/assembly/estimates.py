@@ -74,7 +74,7 @@ def step_setup(config: GRPOConfig) -> StepSetup:
         number=master if train.mixed_precision == "full" else 2,
         master=master,
         checkpoints=model.gradient_checkpointing,
-        adapters=model.lora.rank,
+        adapters=model.lora.options.get("r", 0),
         quantized=model.quantization is not None,
         small_states=config.optimizer.name == "adamw_8bit",
         replicas=model.replicas,

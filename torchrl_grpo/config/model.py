@@ -64,18 +64,12 @@ class LoraConfig:
     """
 
     @property
-    def rank(self) -> int:
-        """Rank of the adapters, 0 without any."""
-        rank: int = checks.adapter_settings(self.path)["r"] if self.path else self.r
-        return rank if self.enabled else 0
-
-    @property
     def options(self) -> dict[str, Any]:
         """Arguments of ``loading.add_lora``; none without adapters."""
         if not self.enabled:
             return {}
         if self.path is not None:
-            return {"path": self.path}
+            return {"r": checks.adapter_settings(self.path)["r"], "path": self.path}
         names = self.target_modules
         targets = names[0] if names == ["all-linear"] else names
         return {"r": self.r, "alpha": self.alpha, "target_modules": targets}

@@ -436,23 +436,18 @@ def _lora_arguments(slots: AdapterSlots, config: Any) -> dict[str, Any]:
     from vllm.config.lora import MaxLoRARanks
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
-    ranks = get_args(MaxLoRARanks)
-    if slots.rank > max(ranks):
-        raise ValueError(
-            f"train_model.lora.r={slots.rank} must be at most {max(ranks)} in vLLM: use that, or "
-            "inference_model.backend=transformers."
-        )
+    ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= slots.rank]
     name = (config.architectures or [""])[0]
     model = ModelRegistry.models.get(name)
-    if model is not None and not supports_lora(model.load_model_cls()):
+    if not ranks or (model is not None and not supports_lora(model.load_model_cls())):
         raise ValueError(
-            f"train_model.lora.enabled=true needs a model that can have adapters in vLLM, which "
-            f"{name} cannot: use inference_model.backend=transformers."
+            f"train_model.lora.r={slots.rank}: vLLM has no adapters of that rank for {name}: use "
+            "inference_model.backend=transformers."
         )
     return {
         "enable_lora": True,
         "max_loras": 2,
-        "max_lora_rank": min(rank for rank in ranks if rank >= slots.rank),
+        "max_lora_rank": ranks[0],
         "lora_target_modules": list(slots.modules),
     }
 

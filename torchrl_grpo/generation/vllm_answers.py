@@ -24,14 +24,18 @@ class Answer:
         n: number of responses.
         samples: number of vLLM's samples; a greedy request has one for all responses.
         on_finished: as in ``Engine.generate``.
-
-    Attributes:
         version: the one that samples all tokens; None for those that vLLM's scheduler states.
     """
 
-    version: int | None = None
-
-    def __init__(self, request: int, n: int, samples: int, on_finished: OnFinished | None) -> None:
+    def __init__(
+        self,
+        request: int,
+        n: int,
+        samples: int,
+        on_finished: OnFinished | None,
+        version: int | None = None,
+    ) -> None:
+        self._version = version
         self._request, self._n, self._samples, self._on_finished = request, n, samples, on_finished
         self._parts: dict[int, list[Any]] = defaultdict(list)
         self._done: dict[int, Completion] = {}
@@ -42,7 +46,7 @@ class Answer:
             self._parts[sample.index].append(sample)
             if sample.finish_reason in ("stop", "length"):
                 for number in range(sample.index, self._n, self._samples):
-                    completion = _completion(self._parts[sample.index], self.version)
+                    completion = _completion(self._parts[sample.index], self._version)
                     self._done[number] = completion
                     if self._on_finished is not None:
                         self._on_finished(self._request, number, completion)

@@ -19,8 +19,8 @@ import select
 import signal
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -270,25 +270,18 @@ class AsyncVLLMEngine(VLLMBase):
             await self._admitting.wait()
         adapters, version = self._adapters
         self._running[adapters] += 1
-        answers = [Answer(i, n, own.n, on_finished) for i, own in enumerate(sampling)]
-        if adapters is not None and self._in_flight == "wait":
-            for answer in answers:
-                answer.version = version
+        known = version if adapters is not None and self._in_flight == "wait" else None
         try:
-            requests = zip(prompts, sampling, answers, strict=True)
+            requests = enumerate(zip(prompts, sampling, strict=True))
             return await asyncio.gather(
-                *(self._request(*request, adapters) for request in requests)
+                *(
+                    self._request(prompt, own, Answer(i, n, own.n, on_finished, known), adapters)
+                    for i, (prompt, own) in requests
+                )
             )
         finally:
             self._running[adapters] -= 1
             self._ended.set()
-
-    async def _until_ended(self, version: int, *spared: Any) -> None:
-        """Wait for the running calls whose adapters are not ``spared``."""
-        async with self._in_time(version, "running calls of generate to end"):
-            while any(self._running[adapters] for adapters in self._running.keys() - {*spared}):
-                self._ended.clear()
-                await self._ended.wait()
 
     async def _request(
         self, prompt: Tensor | Prompt, sampling: Any, answer: Answer, adapters: Any
@@ -356,24 +349,28 @@ class AsyncVLLMEngine(VLLMBase):
             return
         with self._updates:
             current = self._adapters[0]
-            self._call(self._until_ended(version, current))
+            self._call(self._pause(version, current))
             yield next(self._numbers), [] if current is None else [current.lora_int_id]
             self.policy_version = version
 
-    async def _pause(self, version: int) -> None:
-        if self._in_flight == "wait":
-            self._admitting.clear()
-            await self._until_ended(version)
-        async with self._in_time(version, "vLLM to pause"):
-            # Also drops all keys and values: the prefix cache and those of paused requests.
-            await self._llm.pause_generation(mode=self._in_flight)
-
-    @asynccontextmanager
-    async def _in_time(self, version: int, waiting_for: str) -> AsyncIterator[None]:
-        """Context of a part of an update that waits for requests, up to a time limit."""
+    async def _pause(self, version: int, *spared: Any) -> None:
+        """Make running requests wait, end or restart, as ``in_flight`` says, or let those end whose
+        adapters are not ``spared``.
+        """
+        waiting_for = ""
         try:
             async with asyncio.timeout(self._update_timeout):
-                yield
+                if self._in_flight == "wait":
+                    if not spared:
+                        self._admitting.clear()
+                    waiting_for = "running calls of generate to end"
+                    while any(self._running[other] for other in self._running.keys() - {*spared}):
+                        self._ended.clear()
+                        await self._ended.wait()
+                if not spared:
+                    waiting_for = "vLLM to pause"
+                    # Also drops all keys and values: the prefix cache and those of paused requests.
+                    await self._llm.pause_generation(mode=self._in_flight)
         except TimeoutError:
             raise TimeoutError(
                 f"the update to version {version} waited over {self._update_timeout:g} s for "

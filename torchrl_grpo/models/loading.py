@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -430,17 +430,9 @@ def _patches(config: Any) -> tuple[int, int]:
     return int(side) ** 2, len(getattr(vision, "deepstack_visual_indexes", ()))
 
 
-def config_shape(
-    config: PretrainedConfig,
-    attn_implementation: str = "sdpa",
-    *,
-    trust_remote_code: bool = False,
-    **lora: Any,
-) -> Shape:
+def config_shape(config: PretrainedConfig, *args: Any, **options: Any) -> Shape:
     """Return the shape of a config's causal LM, counted without allocating it; see ``on_meta``."""
-    return shape_of(
-        on_meta(config, attn_implementation, trust_remote_code=trust_remote_code, **lora)
-    )
+    return shape_of(on_meta(config, *args, **options))
 
 
 def on_meta(
@@ -536,14 +528,9 @@ def add_lora(
 @torch.no_grad()
 def _load_adapters(model: nn.Module, folder: Path) -> None:
     """Copy saved adapters into a peft model; on the meta device only compare names and shapes."""
-    field = f"train_model.lora.path={folder}"
-    try:
+    saved = {}
+    with suppress(OSError, SafetensorError):
         saved = load_file(folder / "adapter_model.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{field} must have a file adapter_model.safetensors, which could not be read "
-            f"({error}): write it with safe_serialization=True."
-        ) from error
     own = {name.replace(".default", ""): w for name, w in named_adapter_weights(model)}
     wrong = [
         name
@@ -552,9 +539,9 @@ def _load_adapters(model: nn.Module, folder: Path) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"{field} must have plain LoRA adapters of model.name, but {len(wrong)} tensors are "
-            f"missing, unknown or of another shape ({', '.join(wrong[:3])}): use the model that "
-            "they were trained with."
+            f"train_model.lora.path={folder} must have plain LoRA adapters of model.name in "
+            f"adapter_model.safetensors, but {len(wrong)} tensors are missing, unknown or of "
+            f"another shape ({', '.join(wrong[:3])}): use the model that they were trained with."
         )
     for name, weight in own.items():
         weight.copy_(saved[name])

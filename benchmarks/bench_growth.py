@@ -226,7 +226,7 @@ def make_sampler() -> Sampler:
     def make_collector(groups: int) -> RolloutCollector:
         return RolloutCollector(env.with_rows(groups * REPEATS), GenerationPolicy(engine, params))
 
-    return Sampler(engine, make_collector, None, params, [], groups_at_a_time=TASK)
+    return Sampler(engine, make_collector, None, groups_at_a_time=TASK)
 
 
 def driver() -> list[dict[str, float]]:

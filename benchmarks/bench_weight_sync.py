@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_grpo.collectors import RolloutCollector, Sampler
-from torchrl_grpo.generation import Engine, SamplingParams, TransformersEngine
+from torchrl_grpo.generation import Engine, TransformersEngine
 from torchrl_grpo.learner import Learner
 from torchrl_grpo.models.loading import add_lora, load_model, resolve_name
 from torchrl_grpo.runtime import cluster
@@ -137,7 +137,7 @@ def make_sampler(name: str, engine: str, dtype: torch.dtype) -> Sampler:
     def make_collector(groups: int) -> RolloutCollector:
         raise AssertionError(f"a task of {groups} groups was to be played")
 
-    return Sampler(built, make_collector, None, SamplingParams(1), [], groups_at_a_time=1)
+    return Sampler(built, make_collector, None, groups_at_a_time=1)
 
 
 def measure(

@@ -25,7 +25,6 @@ in ``assembly/observers.py``.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -107,8 +106,6 @@ class Schedule:
             only the one at the end.
         refresh_every: steps between updates of the reference model; None disables them.
         reference_version: version of a resumed run's reference weights; 0 is the base model.
-        mismatch_tolerance: largest mean difference of log-probs between engine and trainer after a
-            weight sync, in nats; None disables the check.
         on_policy: whether a batch is one optimizer step, so that the first step trains what its own
             weights sampled.
         ends_at: time limit, in the clock of ``time.monotonic``.
@@ -120,7 +117,6 @@ class Schedule:
     export_frequency: int = 0
     refresh_every: int | None = None
     reference_version: int = 0
-    mismatch_tolerance: float | None = None
     on_policy: bool = False
     ends_at: float | None = None
 
@@ -208,7 +204,7 @@ def fit(
                     metrics |= learner.train_groups(*groups)
                     notify.trained(metrics)
                 if step == first + 1 and schedule.on_policy:
-                    _check_on_policy(metrics)
+                    check_on_policy(metrics)
                 refresh = schedule.refreshes(step)
                 metrics |= _publish(learner, rollouts, schedule, notify, step, refresh=refresh)
                 metrics["time/step_s"] = time.perf_counter() - start
@@ -267,15 +263,10 @@ def _publish(
     notify.stage("publish", version, f"give the engine the weights of step {version}")
     start = time.perf_counter()
     rollouts.publish(learner.weights(), version)
-    metrics = {
+    return {
         "time/sync_s": time.perf_counter() - start,
         "sync/receipt_s": rollouts.receipt_s,
     }
-    tolerance = schedule.mismatch_tolerance
-    if tolerance is None:
-        return metrics
-    mean, largest = check_mismatch(learner, rollouts, tolerance)
-    return metrics | {"sync/mismatch_mean": mean, "sync/mismatch_max": largest}
 
 
 def _evaluate(
@@ -291,34 +282,12 @@ def _evaluate(
     return metrics
 
 
-def check_mismatch(
-    learner: AnyLearner, rollouts: Rollouts, tolerance: float
-) -> tuple[float, float]:
-    """Return the mean and largest difference of engine and trainer log-probs on a few sampled
-    tokens, in nats, of the worst sampler each.
+def check_on_policy(metrics: Mapping[str, float]) -> None:
+    """Check the metrics of the first step, which trained what its own weights sampled.
 
     Raises:
-        RuntimeError: the mean is more than the tolerance.
+        RuntimeError: the engine samples from another distribution than the trainer computes.
     """
-    mismatches = [learner.mismatch(probe) for probe in rollouts.probes()]
-    mean, largest = (max(values, key=_nan_last) for values in zip(*mismatches, strict=True))
-    if not mean <= tolerance:
-        raise RuntimeError(
-            f"after a weight sync, log-probs of engine and trainer differ by {mean:.3g} on average "
-            f"({largest:.3g} at most), more than inference_model.check_sync_tolerance={tolerance}: "
-            "the engine does not have the trainer's weights, or its dtype is too coarse: use "
-            "inference_model.dtype=float32, or another backend."
-        )
-    return mean, largest
-
-
-def _nan_last(value: float) -> tuple[bool, float]:
-    """Return a sort key that puts NaN last."""
-    return math.isnan(value), value
-
-
-def _check_on_policy(metrics: dict[str, float]) -> None:
-    """Raise if the engine samples from another distribution than the trainer computes."""
     kl = metrics.get("train/kl_k3_to_inference", 0.0)
     if metrics.get("staleness/max") == 0 and kl > _LARGEST_ON_POLICY_KL:
         raise RuntimeError(

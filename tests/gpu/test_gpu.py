@@ -159,7 +159,7 @@ def test_peak_memory_stays_far_below_all_logits() -> None:
 def test_a_whole_run_with_all_roles_on_one_gpu(tmp_path: Path) -> None:
     config = compose_config(
         "env.num_envs=16", "env.repeats=4", "train.total_dialog_turns=32", "evaluation.num_prompts=8",
-        "train.mixed_precision=bf16", "inference_model.check_sync=true",
+        "train.mixed_precision=bf16",
     )  # fmt: skip
     run = build(config, tmp_path)
     try:

@@ -201,7 +201,6 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
     "terms": {"off": (), "on": ("policy.entropy_coef=0.01", "policy.kl_to_behaviour_coef=0.02")},
     "check": {
         "off": (),
-        "sync": ("inference_model.check_sync=true",),
         "exact": ("inference_model.exact=true",),
     },
     "kept": {"all": (), "some": ("inference_model.top_k=20", "inference_model.top_p=0.9")},

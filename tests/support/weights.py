@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from torchrl_grpo.generation.base import Engine, SamplingParams
 from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
-from torchrl_grpo.weights.mismatch import log_prob_mismatch, sample_probe
 
 ScoreFn = Callable[[list[Tensor], list[int]], Sequence[Tensor]]
 
@@ -32,11 +31,15 @@ def mismatch(
     engine: Engine, score_fn: ScoreFn, prompts: Sequence[Tensor], params: SamplingParams
 ) -> Any:
     """Return mean and largest difference between an engine's log-probs and those of ``score_fn``
-    (``response_log_probs``).
+    (``response_log_probs``), in nats, over one response to each prompt.
     """
-    probe = sample_probe(engine, prompts, params)
+    completions = [group[0] for group in engine.generate(prompts, 1, params)]
     full = [
-        prompt.new_tensor([*prompt, *tokens])
-        for prompt, (_, tokens, _) in zip(prompts, probe, strict=True)
+        prompt.new_tensor([*prompt, *completion.tokens])
+        for prompt, completion in zip(prompts, completions, strict=True)
     ]
-    return log_prob_mismatch(probe, score_fn(full, [len(prompt) for prompt in prompts]))
+    scored = torch.cat([*score_fn(full, [len(prompt) for prompt in prompts])])
+    sampled = torch.cat([completion.log_probs for completion in completions])
+    assert scored.shape == sampled.shape
+    difference = (sampled - scored.detach().float().cpu()).abs()
+    return difference.mean().item(), difference.max().item()

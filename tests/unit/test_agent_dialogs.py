@@ -299,14 +299,7 @@ def test_samplers_and_evaluators_count_trajectories(starter):
         return 1.0 if "1" in problem["prompt"] else 0.0
 
     played = collector(starter, agent_task(play))
-    sampler = Sampler(
-        played.policy.engine,
-        lambda groups: played,
-        None,
-        played.policy.params,
-        [],
-        groups_at_a_time=2,
-    )
+    sampler = Sampler(played.policy.engine, lambda groups: played, None, groups_at_a_time=2)
     drawn = [played.base_env.drawing.draw() for _ in range(2)]
     report, groups = sampler.play(RolloutTask(tuple(drawn)))
     assert [len(group) for group in groups] == [12, 12]

@@ -43,7 +43,6 @@ HEALTHY = {
     "train/clip_fraction_high": 0.02,
     "train/kl_k3_to_inference": 0.001,
     "train/kl_k3_to_ref": 0.05,
-    "sync/mismatch_mean": 0.001,
     "staleness/mean": 1.0,
     "staleness/max": 1.0,
     "workers/restarts_rollout": 1.0,
@@ -91,7 +90,7 @@ PROVOKED: dict[str, tuple[dict[str, float | Callable[[int], float] | None], int,
     "mismatch": (
         {"train/kl_k3_to_inference": 0.2, "train/ratio_mean": 1.3},
         7,
-        "inference_model.check_sync=true",
+        "inference_model.dtype=float32",
     ),
     "ess": ({"train/ESS": 0.2}, 9, "36% .* policy.behaviour_weight=truncate"),
     "clip_fraction": (

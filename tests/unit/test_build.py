@@ -283,9 +283,7 @@ def test_adapters_of_a_tied_embedding_are_refused_before_weights_load() -> None:
 
 @pytest.mark.usefixtures("curves")
 def test_a_run_trains_evaluates_checkpoints_exports_and_reports(tmp_path: Path) -> None:
-    config = compose_config(
-        *SMALL, "train.checkpoint_frequency=1", "inference_model.check_sync=true"
-    )
+    config = compose_config(*SMALL, "train.checkpoint_frequency=1")
     run = build(config, tmp_path)
     try:
         summary = run.fit()
@@ -308,7 +306,7 @@ def test_a_run_trains_evaluates_checkpoints_exports_and_reports(tmp_path: Path) 
     assert summary["trained_tokens_per_s"] == pytest.approx(sum(tokens) / sum(seconds))
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert {"eval/pass@1", "eval/pass@2"} <= rows[0].keys() & rows[2].keys()
-    assert rows[2]["sync/mismatch_max"] < 1e-4  # float32 on both sides
+    assert rows[2]["train/kl_k3_to_inference"] < 1e-8  # float32 on both sides
     assert rows[1]["staleness/max"] == 0
     assert rows[1]["train/ratio_mean"] == pytest.approx(
         1.0, abs=1e-4
@@ -465,8 +463,8 @@ def test_a_run_goes_on_with_adapters_in_a_folder(tmp_path: Path) -> None:
     torch.manual_seed(0)
     make_lora(base).save_pretrained(tmp_path / "adapters")
     lora = ["train_model.lora.enabled=true", f"train_model.lora.path={tmp_path / 'adapters'}"]
-    _, rows = fit(tmp_path / "run", *lora, "inference_model.check_sync=true")
-    assert max(row["sync/mismatch_max"] for row in rows) < 1e-3
+    _, rows = fit(tmp_path / "run", *lora)
+    assert max(row["train/kl_k3_to_inference"] for row in rows[1:]) < 1e-6
     assert rows[1]["train/kl_k3_to_ref"] > 0.1
 
 
@@ -525,11 +523,7 @@ def test_every_config_key_is_read_by_something_that_uses_it(
         compose_config(*SMALL, "inference_model.backend=vllm"),
         compose_config(
             *SMALL,
-            *(
-                "inference_model.check_sync=true",
-                "teacher.model=starter",
-                "policy.teacher_coef=0.1",
-            ),
+            *("teacher.model=starter", "policy.teacher_coef=0.1"),
             *("policy.teacher_divergence=jsd", "env.sampling=pass_rate"),
         ),
     ]

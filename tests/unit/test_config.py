@@ -108,6 +108,7 @@ MISTAKES = {
     "env.datasets=gsm8k": r"env\.datasets must be a list of data sets, got gsm8k",
     "train_model.lora.target_modules=3": r"must have .*: for example, train_model\.lora\.target_modules=\[all-linear\]",
     "logging.report=false": r"logging\.report=false names .*: did you mean logging\.p",
+    "inference_model.check_sync=true": r"check_sync=true names .* that does not exist: .* receipt .*kl_k3_to_inference",
     "xyzzy=1": r"xyzzy=1 names a config key that does not exist: run with --cfg job",
     "optimizer.lr=${nope}": r"optimizer\.lr must .*, but Interpolation key 'nope' not found",
     "model.name=${oc.env:NOPE}": r"model\.name must .* Environment variable 'NOPE' not found: give the value itself",

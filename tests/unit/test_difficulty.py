@@ -147,8 +147,6 @@ def test_samplers_play_what_the_driver_drew_and_outcomes_count_once(
         engine,
         lambda groups: RolloutCollector(player.with_rows(2 * groups), policy),
         None,
-        params,
-        [],
         groups_at_a_time=2,
     )
     queue = make_queue(make_env(tokenizer, 1))

@@ -51,6 +51,7 @@ def test_a_sound_run_passes_and_leaves_nothing(
     )
     assert passed and list(table) == [*NAMES, *PLAYED, "evaluation", "report", "disk"]
     assert {result for result, _ in table.values()} == {"ok"}
+    assert abs(float(table["mismatch"][1].split()[-4])) < 1e-6
     assert (
         "427,776 parameters" in table["model"][1] and "4,096 training problems" in table["data"][1]
     )

@@ -107,7 +107,7 @@ def make_source(
     def make_collector(groups: int) -> RolloutCollector:
         return RolloutCollector(env.with_rows(2 * groups), GenerationPolicy(engine, params))
 
-    sampler = Sampler(engine, make_collector, None, params, [], groups_at_a_time=2, turns=turns)
+    sampler = Sampler(engine, make_collector, None, groups_at_a_time=2, turns=turns)
     reference = Reference(Scoring(engine.calls))  # type: ignore[arg-type]
     source = Rollouts(
         make_tasks(env, **settings),
@@ -169,9 +169,9 @@ def test_a_colocated_engine_is_woken_for_a_second_task_of_a_batch(in_turns: Roll
 def test_an_engine_woken_after_its_task_sleeps_in_the_learners_turn(in_turns: Rollouts) -> None:
     sampler, reference = in_turns.samplers[0].part, in_turns.references[0].part
     score = reference.scoring
-    reference.scoring = lambda batch: (sampler.probe(), score(batch))[1]
+    reference.scoring = lambda batch: (sampler._wake(), score(batch))[1]
     in_turns.next_batch()
-    calls = ["update", "generate", "sleep", "wake", "generate", "reference", "sleep"]
+    calls = ["update", "generate", "sleep", "wake", "reference", "sleep"]
     assert sampler.engine.calls == calls
 
 

@@ -204,7 +204,7 @@ TRUNCATED = ("inference_model.top_k=20", "inference_model.top_p=0.9")
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("inference_model.check_sync=true",),
+        (),
         ("policy.proximal=recomputed", "train.mixed_precision=bf16"),
         ("env.max_turns=2", "env.retry_prompt=Again."),
     ],

@@ -153,6 +153,16 @@ def test_a_length_on_the_command_line_replaces_the_saved_one(length: str) -> Non
         assert now.pop("train.total_epochs", None) is now.pop("train.total_steps", None) is None
 
 
+def test_a_checkpoint_with_options_of_earlier_versions_is_resumed() -> None:
+    here = OmegaConf.merge(OmegaConf.structured(GRPOConfig), composed("grpo_arithmetic", ()))
+    saved: Any = plain(compose_config("optimizer.lr=0.5"))
+    saved["inference_model"] |= {"check_sync": True, "check_sync_tolerance": 0.1}
+    assert on_saved_config(here, [], Path("checkpoint_000001"), saved).optimizer.lr == 0.5
+    saved["inference_model"]["check_synk"] = True
+    with pytest.raises(ConfigError, match="check_synk"):
+        on_saved_config(here, [], Path("checkpoint_000001"), saved)
+
+
 def test_two_lengths_on_the_command_line_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match=r"total_dialog_turns=64 .*train\.total_epochs=2"):
         check_command_line(["train.total_dialog_turns=64", "++train.total_epochs=2"])

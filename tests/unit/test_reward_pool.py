@@ -430,8 +430,6 @@ def test_a_replica_plays_on_while_a_unit_is_scored(
             engine,
             lambda groups: RolloutCollector(env.with_rows(2 * groups), policy),
             None,
-            params,
-            [],
             groups_at_a_time=1,
             overlapping=True,
             reward_pool=pool,

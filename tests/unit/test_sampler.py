@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -23,9 +22,7 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.tasks.base import Problem, Score
-from torchrl_grpo.weights.mismatch import log_prob_mismatch
 
 PARAMS = SamplingParams(max_new_tokens=8, temperature=0.9, stop_token_ids=(END,))
 REPEATS = 2
@@ -41,9 +38,7 @@ def make_sampler(
     def make_collector(groups: int) -> RolloutCollector:
         return RolloutCollector(env.with_rows(groups * REPEATS), GenerationPolicy(engine, PARAMS))
 
-    return Sampler(
-        engine, make_collector, None, PARAMS, [], groups_at_a_time=groups_at_a_time, seed=seed
-    )
+    return Sampler(engine, make_collector, None, groups_at_a_time=groups_at_a_time, seed=seed)
 
 
 def test_a_pickled_task_gives_the_tokens_that_its_own_env_gives(
@@ -123,22 +118,6 @@ def test_a_task_of_any_size_is_played_in_rounds(
     assert len(sampler._idle) == len(set(rounds))
     sampler.close()
     assert engine.num_closed >= 1
-
-
-def test_a_probe_is_sampled_from_the_distribution_that_the_trainer_scores(
-    tokenizer: PreTrainedTokenizerFast, tiny_model: nn.Module
-) -> None:
-    engine, prompt = TransformersEngine(tiny_model), torch.arange(2, 7)
-    engine.seed(0)
-    sampler = make_sampler(engine, make_env(tokenizer, 1), 1)
-    sampler.params = replace(PARAMS, top_k=4, top_p=0.8, min_p=0.1, return_kept=True)
-    sampler.probe_prompts = [prompt]
-    [(_, tokens, _)] = probe = sampler.probe()
-    full = torch.cat([prompt, tokens])[None]
-    mask = torch.arange(full.shape[1])[None] >= len(prompt)
-    log_probs, _ = TokenScorer(tiny_model, temperature=PARAMS.temperature).score(full, mask)
-    assert log_prob_mismatch(probe, [log_probs[0, len(prompt) :]])[1] < 1e-4
-    assert len(tokens) == PARAMS.max_new_tokens or tokens[-1] == END
 
 
 class RuleTask(EchoTask):

@@ -73,7 +73,7 @@ def test_a_run_measures_each_test_set_and_the_own_split_or_none(tmp_path: Path) 
         run.fit()
         evaluator = run.rollouts.samplers[0].part.evaluator  # type: ignore[attr-defined]
         assert evaluator is not None and evaluator._sampling_policy.params.temperature == 0.5
-        assert run.rollouts.samplers[0].part.params.temperature == 1.0  # type: ignore[attr-defined]
+        assert run.rollouts.samplers[0].part._take(1).policy.params.temperature == 1.0  # type: ignore[attr-defined]
     finally:
         run.close()
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")

@@ -270,17 +270,3 @@ def test_the_mismatch_is_rounding_for_equal_weights_and_large_for_others(tiny_mo
             engine, response_log_probs(make_tiny_model(1), 0.7), prompts, params
         )
         assert largest > mean > 0.1
-
-
-def test_the_mismatch_refuses_scores_of_other_tokens(tiny_model):
-    score = response_log_probs(tiny_model)
-    with (
-        TransformersEngine(make_tiny_model()) as engine,
-        pytest.raises(RuntimeError, match="sampled tokens"),
-    ):
-        mismatch(
-            engine,
-            lambda s, p: [row[1:] for row in score(s, p)],
-            [torch.tensor([5])],
-            SamplingParams(4),
-        )

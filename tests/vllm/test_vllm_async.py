@@ -260,7 +260,7 @@ def test_seed_and_state_repeat_the_draws_of_one_response_at_a_time(engine):
     )
 
 
-def test_probes_and_evaluations_leave_the_draws_of_running_calls_alone(engine):
+def test_evaluations_leave_the_draws_of_running_calls_alone(engine):
     """Restoring or seeding the generator would let running calls draw the same numbers again."""
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     envs = [
@@ -271,14 +271,10 @@ def test_probes_and_evaluations_leave_the_draws_of_running_calls_alone(engine):
         engine,
         plays_nothing,
         Evaluator(engine, *envs, params=SHORT),
-        SHORT,
-        PROMPTS,
         groups_at_a_time=1,
     )
     states = [engine._rpc("sampler_state")[0][0]]
     for _ in range(2):
-        sampler.probe()
-        states.append(engine._rpc("sampler_state")[0][0])
         sampler.evaluate(sampled=True)
         states.append(engine._rpc("sampler_state")[0][0])
     assert len(set(states)) == len(states)

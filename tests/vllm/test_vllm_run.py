@@ -11,11 +11,13 @@ import pytest
 
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import compose_config
+from tests.support.models import response_log_probs
+from tests.support.weights import mismatch
 from torchrl_grpo.assembly import run as assembly
 from torchrl_grpo.assembly.run import build
+from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.weights import Transfer, kinds
 from torchrl_grpo.weights.ipc import LocalSender
-from torchrl_grpo.weights.mismatch import sample_probe
 
 SMALL = (
     "env.num_envs=16",
@@ -36,7 +38,6 @@ def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(
     """
     overrides = [
         "inference_model.backend=vllm",
-        "inference_model.check_sync=true",
         "train_model.lora.enabled=true",
         f"inference_model.enforce_eager={not compiled}",
     ]
@@ -50,7 +51,7 @@ def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(
         run.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert max(row["sync/mismatch_max"] for row in rows) < 1e-3
+    assert max(row["train/kl_k3_to_inference"] for row in rows[1:]) < 1e-6
     assert rows[2]["train/kl_k3_to_ref"] > 1e-6  # the weights did change
     assert rows[2]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
     assert (tmp_path / "checkpoints" / "checkpoint_000002").exists()
@@ -60,10 +61,9 @@ def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(
     with vllm_module.VLLMEngine(
         str(tmp_path / "checkpoints" / "model"), max_model_len=128, enforce_eager=True
     ) as engine:
-        _, largest = run.learner.mismatch(
-            sample_probe(engine, sampler.probe_prompts, sampler.params)
-        )
-    assert largest < 1e-3
+        prompts = sampler._take(1).base_env.prompts.first(4)
+        score = response_log_probs(run.learner.trainer.model.merge_and_unload())
+        assert mismatch(engine, score, prompts, SamplingParams(8))[1] < 1e-3
 
 
 @pytest.mark.nightly
@@ -89,7 +89,6 @@ def test_a_run_takes_a_fast_way_or_loses_nothing_by_it(
     monkeypatch.setattr(assembly, "transfer_kind", lambda *_, **__: Transfer("direct_ipc", True))
     overrides = [
         "inference_model.backend=vllm",
-        "inference_model.check_sync=true",
         "optimizer.lr=1e-2",
     ]
     overrides += ["inference_model.enforce_eager=true", "env.max_prompt_tokens=64"]
@@ -104,7 +103,7 @@ def test_a_run_takes_a_fast_way_or_loses_nothing_by_it(
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert max(row["sync/mismatch_max"] for row in rows) < 1e-3
+    assert max(row["train/kl_k3_to_inference"] for row in rows[1:]) < 1e-6
     assert rows[2]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
     messages = [
         record.getMessage()

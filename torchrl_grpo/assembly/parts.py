@@ -244,13 +244,10 @@ def make_sampler(
             further=dataset_names(evaluation.datasets or (), "evaluation.datasets"),
             rows=config.logging.test_rows,
         )
-    prompts = context.train_env.prompts.first(4)
     return Sampler(
         engine,
         make_collector,
         evaluator,
-        params,
-        prompts,
         groups_at_a_time=min(geometry.task_groups, geometry.groups_at_a_time),
         overlapping=geometry.concurrent_tasks > 1,
         turns=context.turns,

@@ -18,7 +18,6 @@ def schedule_of(
     """Return the schedule of a config whose length is known (after ``prepare``); see
     ``Schedule``.
     """
-    engine = config.inference_model
     return Schedule(
         num_batches=config.num_batches,
         evaluation_frequency=config.evaluation.frequency,
@@ -26,7 +25,6 @@ def schedule_of(
         export_frequency=config.train.export_frequency,
         refresh_every=None if config.ref_model.decay else config.ref_model.refresh_every,
         reference_version=reference_version,
-        mismatch_tolerance=engine.check_sync_tolerance if engine.check_sync else None,
         on_policy=config.optim_steps_per_batch == 1,
         ends_at=ends_at,
     )

@@ -12,19 +12,16 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
-from torch import Tensor
 
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.demonstrations import Demonstrations
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.errors import ConfigError, ReceiptError
-from torchrl_grpo.generation.base import Engine, SamplingParams, preserve_rng
-from torchrl_grpo.images import Prompt
+from torchrl_grpo.generation.base import Engine
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.tasks.drawing import Drawn
 from torchrl_grpo.weights import WeightHandle
-from torchrl_grpo.weights.mismatch import Probe, sample_probe
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,6 @@ class Sampler:
         engine: samples the responses; must be thread-safe if tasks are played concurrently.
         make_collector: function that makes a collector on this engine for a number of groups.
         evaluator: measures accuracy on the test split, or None.
-        params: sampling parameters of training, for ``probe``.
-        probe_prompts: prompts for ``probe``.
 
     Keyword Args:
         groups_at_a_time: maximum number of groups that are played at once; a task with more is
@@ -126,8 +121,6 @@ class Sampler:
         engine: Engine,
         make_collector: Callable[[int], RolloutCollector | Demonstrations],
         evaluator: Evaluator | None,
-        params: SamplingParams,
-        probe_prompts: Sequence[Tensor | Prompt],
         *,
         groups_at_a_time: int,
         overlapping: bool = False,
@@ -139,8 +132,6 @@ class Sampler:
         self.seed = seed
         self.engine = engine
         self.evaluator = evaluator
-        self.params = params
-        self.probe_prompts = list(probe_prompts)
         self.groups_at_a_time = groups_at_a_time
         self.overlapping = overlapping
         self.turns = turns
@@ -248,22 +239,6 @@ class Sampler:
             return {}, []
         self._wake()
         return self.evaluator.evaluate(sampled=sampled)
-
-    def probe(self) -> Probe:
-        """Sample a few tokens with their log-probs for ``Learner.mismatch``, without changing the
-        run's random state.
-        """
-        self._wake()
-        with preserve_rng(self.engine):
-            # Without what restricts the tokens, because the trainer scores the whole distribution.
-            params = self.params
-            params = SamplingParams(
-                params.max_new_tokens,
-                params.temperature,
-                stop_token_ids=params.stop_token_ids,
-                stop=params.stop,
-            )
-            return sample_probe(self.engine, self.probe_prompts, params)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the engine and of the environments' transforms, by the number of

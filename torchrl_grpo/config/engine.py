@@ -85,10 +85,6 @@ class InferenceModelConfig(DevicesConfig):
     """transformers: score each response once more by itself, as the trainer will, so that log-probs
     equal the trainer's to the last bit and the ratio is exactly 1 on policy. docs/algorithms.md has
     the cost."""
-    check_sync: bool = False
-    """Compare log-probs of engine and learner on a few tokens after each weight sync."""
-    check_sync_tolerance: float = limited(0.05, gt=0)
-    """Largest mean log-prob mismatch that check_sync accepts, in nats."""
 
     @property
     def devices_per_engine(self) -> int:

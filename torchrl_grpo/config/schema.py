@@ -119,11 +119,8 @@ class GRPOConfig:
 
     @property
     def evaluates_served(self) -> bool:
-        """Whether a model on servers is evaluated, and none is loaded here, not even to compare
-        log-probs with it.
-        """
-        engine = self.inference_model
-        return self.only_evaluates and ENGINES[engine.backend].elsewhere and not engine.check_sync
+        """Whether a model on servers is evaluated, and none is loaded here."""
+        return self.only_evaluates and ENGINES[self.inference_model.backend].elsewhere
 
     @property
     def clip_epsilon(self) -> tuple[float, float]:

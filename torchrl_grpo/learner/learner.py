@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.errors import NonFiniteError
-from torchrl_grpo.images import images_of, tokens_of
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.optimizer import has_small_states
 from torchrl_grpo.learner.step import PolicyTrainer
@@ -27,7 +26,6 @@ from torchrl_grpo.models.sharding import copy_parts, is_writer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.ragged import join_groups
 from torchrl_grpo.weights import ObjectSender, Sender, WeightHandle
-from torchrl_grpo.weights.mismatch import Probe, log_prob_mismatch
 
 _SURE = 100
 """Number of weights that an update must change, after rounding, so that at least one surely does."""
@@ -171,19 +169,6 @@ class Learner:
     def release(self, version: int) -> None:
         """Free the weights of a version that no engine reads anymore."""
         self.sender.release(version)
-
-    @torch.no_grad()
-    def mismatch(self, probe: Probe) -> tuple[float, float]:
-        """Return the mean and the largest difference of trainer and engine log-probs, in nats."""
-        scorer = self.trainer.loss.actor_network
-        assert isinstance(scorer, TokenScorer)
-        scored = []
-        for prompt, sampled, _ in probe:
-            tokens = torch.cat([tokens_of(prompt), sampled])[None]
-            mask = torch.arange(tokens.shape[1])[None] >= len(prompt)
-            images = [images_of(prompt)] if images_of(prompt) else None
-            scored.append(scorer.score(tokens, mask, images)[0][0, len(prompt) :])
-        return log_prob_mismatch(probe, scored)
 
     def sizes(self) -> tuple[int, int]:
         """Return the sizes in bytes of a checkpoint, which includes AdamW's two moments of each

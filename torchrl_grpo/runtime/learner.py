@@ -182,10 +182,6 @@ class RayLearner:
         """See ``Learner.samples``."""
         return self._ask_first("show samples", "samples", max_rows)
 
-    def mismatch(self, probe: Any) -> tuple[float, float]:
-        """See ``Learner.mismatch``."""
-        return self._ask_all("score a probe", "mismatch", probe)
-
     def close(self) -> None:
         """Stop the ranks. May be called again."""
         import ray

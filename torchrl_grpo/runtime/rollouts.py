@@ -163,13 +163,6 @@ class Rollouts:
         what = "evaluate the test split"
         return self._driver.run(self._ask_any(what, "evaluate", sampled), what)
 
-    def probes(self) -> list[Any]:
-        """Return ``Sampler.probe`` of each sampler, with the published weights.
-
-        A sampler that is restarting is left out, unless there is no other.
-        """
-        return self._driver.run(self._ask_each("sample a probe", "probe"))
-
     def metrics(self) -> dict[str, float]:
         """Return metrics of the latest batch, named ``section/name``: seconds, staleness, counts."""
         return dict(self._metrics)
@@ -294,21 +287,6 @@ class Rollouts:
             with suppress(ActorLostError):
                 return await sampler.call(what, method, *arguments)
         raise WorkersLostError(f"{MOST_ATTEMPTS} samplers were lost when they had to {what}.")
-
-    async def _ask_each(self, what: str, method: str) -> list[Any]:
-        """Call a method of all samplers that are ready, at least one, with the published weights."""
-        results = []
-        for sampler in [sampler for sampler in self.samplers if sampler.ready]:
-            restarts = sampler.restarts
-
-            def settled(sampler: Worker = sampler, restarts: int = restarts) -> bool:
-                return self._is_current(sampler) or sampler.restarts > restarts
-
-            await self._driver.until(settled)
-            with suppress(ActorLostError):
-                if sampler.restarts == restarts:
-                    results.append(await sampler.call(what, method))
-        return results or [await self._ask_any(what, method)]
 
     async def _state(self) -> dict[str, Any]:
         return self.tasks.state_dict() | {

@@ -10,7 +10,6 @@
 - ``worker``: methods of vLLM's worker processes; ``slots``: adapters in them.
 - ``transfer_engine``, ``shared``: our engine of vLLM's weight transfer.
 - ``meeting``: the store through which trainer and engines agree.
-- ``mismatch``: the check that an engine has the trainer's weights.
 """
 
 from torchrl_grpo.weights.handle import (

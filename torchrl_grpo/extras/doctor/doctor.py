@@ -39,7 +39,7 @@ from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.out_of_memory import in_words
 from torchrl_grpo.host.text import accuracy, number, percent, printable, size
 from torchrl_grpo.learner.checkpoint import room_at
-from torchrl_grpo.loop import check_mismatch
+from torchrl_grpo.loop import check_on_policy
 from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.console import Console, one_of_each
 from torchrl_grpo.reward_pool import Failure, RewardPool
@@ -55,6 +55,8 @@ _EVALUATION_S = 15.0
 """Longest evaluation that is run; a longer one is estimated."""
 _TINY_LR = 1e-30
 """Learning rate that changes no weight."""
+_SAFE_KL = 2e-3
+"""Nats per token from which docs/corrections.md advises a correction."""
 _PACKAGES = ("torch", "torchrl", "tensordict", "transformers")
 
 
@@ -457,15 +459,18 @@ class _Rehearsal:
             raise ValueError(raised[0].text)
 
     def _mismatch(self, check: Check) -> None:
-        inference = self.run.context.config.inference_model
         start = time.perf_counter()
         self.rollouts.publish(self.learner.weights(), self.learner.version)
         self.measured.steps_s[0] += time.perf_counter() - start
-        mean, largest = check_mismatch(self.learner, self.rollouts, inference.check_sync_tolerance)
-        check.details = (
-            f"log-probs of engine and trainer differ by {mean:.2g} nats on average, {largest:.2g} "
-            "at most"
-        )
+        metrics = self._metrics | self.rollouts.metrics()
+        kl = metrics.get("train/kl_k3_to_inference")
+        if kl is None:
+            check.details = "nothing to compare: no response was sampled"
+            return
+        check_on_policy(metrics)
+        check.details = f"the KL of the trainer's policy to the engine's is {kl:.2g} nats per token"
+        if kl > _SAFE_KL:
+            check.warn("that can ruin training: docs/corrections.md has causes and corrections")
 
     def _steps(self, check: Check) -> None:
         """Time a few more steps."""

@@ -11,7 +11,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_FILES = ("trl", "trl_sampling", "trl_common", "verl", "prime_rl", "areal", "torchrl", "trl_sft")
+_FILES = (
+    "trl",
+    "trl_sampling",
+    "trl_common",
+    "verl",
+    "prime_rl",
+    "areal",
+    "torchrl",
+    "trl_sft",
+    "former",
+)
 """Tables in which an unknown key is looked up, in this order."""
 _STEPS = dict.fromkeys(("batches", "optimizer_steps"), ("train.total_steps",))
 _DEVICES = (

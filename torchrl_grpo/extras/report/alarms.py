@@ -28,7 +28,7 @@ _QUIET = 20
 
 _ZERO_VARIANCE, _SOLVED, _HALF_SOLVED = 0.9, 0.9, 0.5
 _INVALID, _TRUNCATED, _REPEATED, _CLIPPED = 0.1, 0.5, 0.8, 0.4
-_ESS, _RATIO, _KL_TO_INFERENCE, _MISMATCH = 0.5, 0.1, 0.05, 0.02
+_ESS, _RATIO, _KL_TO_INFERENCE = 0.5, 0.1, 0.05
 _MORE_TRUNCATED = 0.3  # increase over the first steps
 _KL_TO_REF = 1.0
 _ENTROPY, _LENGTH = 0.1, 2.0  # relative to the first steps
@@ -275,18 +275,6 @@ def _parts(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
 
 
 def _mismatch(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
-    fix = (
-        "set inference_model.dtype=float32 to see whether rounding is the cause, or correct for "
-        "it with policy.proximal=recomputed policy.behaviour_weight=truncate"
-    )
-    measured = _mean(rows, "sync/mismatch_mean", _FEW)
-    if measured is not None and measured > _MISMATCH:
-        text = (
-            f"log-probs of engine and trainer differ by {measured:.2g} nats on average right after "
-            "a weight sync"
-        )
-        yield "mismatch", f"{text}: {fix}"
-        return
     kl, ratio = (
         _mean(rows, f"train/{name}", _FEW) for name in ("kl_k3_to_inference", "ratio_mean")
     )
@@ -296,8 +284,9 @@ def _mismatch(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
             "mismatch",
             f"the trained policy is far from the one that sampled (KL {kl or 0:.2g} nats per "
             f"token, mean ratio {1 if ratio is None else ratio:.3g}) over {_FEW} steps: "
-            "inference_model.check_sync=true shows whether the engine is wrong; if not, use fewer "
-            "optimizer steps per batch, or lower optimizer.lr or max_staleness",
+            "if so from the first step on, inference_model.dtype=float32 or a correction "
+            "(docs/corrections.md); otherwise fewer optimizer steps per batch, or a lower "
+            "optimizer.lr or train.max_staleness",
         )
 
 

@@ -22,8 +22,7 @@ from tests.support.weights import mismatch
 from torchrl_grpo.errors import ReceiptError, TransferRefusedError
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.vllm import VLLMBase, VLLMEngine
-from torchrl_grpo.weights import EitherHandle, ObjectSender, named_weights
-from torchrl_grpo.weights.handle import DirectHandle
+from torchrl_grpo.weights import DirectHandle, ObjectSender, TransferHandle, named_weights
 
 
 @dataclass
@@ -50,18 +49,15 @@ class Receiver:
         gap = mismatch(self.engine, response_log_probs(model), LONG_PROMPTS, params)[1]
         return gap < self.rounding and self.engine.policy_version == version
 
-    def either(self, model: torch.nn.Module, wrong: str = "") -> EitherHandle:
-        def read() -> Any:
-            return named_weights(model)
-
+    def fast(self, model: torch.nn.Module, wrong: str = "") -> TransferHandle:
         from tests.support.transfers import FileWeights  # imports vLLM
 
-        return EitherHandle(DirectHandle(read), FileWeights(self.folder, read, wrong))
+        return FileWeights(lambda: named_weights(model), self.folder, wrong)
 
     def forget(self) -> None:
         """Make the engine look as if it had received no weights yet."""
         self.patch.setattr(vllm_module, "TRIAL_S", 60.0)
-        self.engine._fast_failed = False
+        self.engine.receipt = None
 
 
 def a_fast_way_that_works_is_the_only_one(to: Receiver) -> None:
@@ -75,7 +71,7 @@ def a_fast_way_that_works_is_the_only_one(to: Receiver) -> None:
     to.patch.setattr(to.engine, "_receive", spy)
     for version in (1, 2, 3):
         model = to.make_model(version)
-        to.engine.load(to.either(model), version)
+        to.engine.load(to.fast(model), version)
         assert to.has(model, version)
     assert received == ["from_file", "from_file", "from_file"]
 
@@ -87,20 +83,19 @@ def a_fast_way_that_goes_wrong_is_left(wrong: str, why: str, to: Receiver) -> No
         to.engine.update_weights(named_weights(to.make_model(4)), 3)
     model = to.make_model(4)
     with pytest.raises(TransferRefusedError, match=rf"from_file: {why}"):
-        to.engine.load(to.either(model, wrong), 4)
+        to.engine.load(to.fast(model, wrong), 4)
+    to.engine.load(DirectHandle(lambda: named_weights(model)), 4)
     assert to.has(model, 4)
-    model = to.make_model(5)
-    to.engine.load(to.either(model, wrong), 5)  # it is not tried again
-    assert to.has(model, 5)
 
 
 def a_fast_way_that_goes_wrong_later_is_left(wrong: str, to: Receiver) -> None:
-    to.engine.load(to.either(to.make_model(6)), 6)
+    to.engine.load(to.fast(to.make_model(6)), 6)
     if wrong == "hang":
         to.patch.setattr(vllm_module, "TRIAL_S", 1.0)
     model = to.make_model(7)
     with pytest.raises(TransferRefusedError, match="from_file"):
-        to.engine.load(to.either(model, wrong), 7)
+        to.engine.load(to.fast(model, wrong), 7)
+    to.engine.load(DirectHandle(lambda: named_weights(model)), 7)
     assert to.has(model, 7)
 
 

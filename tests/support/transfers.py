@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_grpo.weights.handle import TransferHandle
-from torchrl_grpo.weights.named import NamedTensors
+from torchrl_grpo.weights.handle import DirectHandle, TransferHandle
 from torchrl_grpo.weights.receipts import receipt_of
 from torchrl_grpo.weights.transfer_engine import ObjectStoreEngine
 from torchrl_grpo.weights.worker import WeightSyncExtension
@@ -91,19 +90,17 @@ class Extension(WeightSyncExtension):
 
 
 @dataclass(frozen=True)
-class FileWeights(TransferHandle):
+class FileWeights(DirectHandle, TransferHandle):
     """Weights in files, split into two parts.
 
     Attributes:
         folder: folder of the files.
-        read: function that returns the weights.
         wrong: fault of the second part, see ``FileInfo``.
     """
 
     backend = ENGINE
 
     folder: Path
-    read: Callable[[], NamedTensors]
     wrong: str = ""
 
     def updates(self) -> Iterator[dict[str, Any]]:

@@ -28,13 +28,12 @@ from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import (
     DirectHandle,
-    EitherHandle,
     ObjectSender,
     handle,
     ipc,
     named_weights,
 )
-from torchrl_grpo.weights.ipc import IpcSender, LocalSender
+from torchrl_grpo.weights.ipc import IpcSender, IpcStream, LocalSender
 from torchrl_grpo.weights.shared import SharedWeights
 
 FIRST, SECOND = "meta:0", "meta:1"
@@ -301,12 +300,12 @@ def test_an_engine_in_the_trainers_process_gets_a_part_at_a_time(
     model = make_tiny_model()
     monkeypatch.setattr(handle, "PART_BYTES", 20_000)
     sender = LocalSender(torch.bfloat16)
-    both = sender.handle(lambda: named_weights(model))
-    assert isinstance(both, EitherHandle)
-    updates = both.fast.updates()
+    stream = sender.handle(lambda: named_weights(model))
+    assert isinstance(stream, IpcStream)
+    updates = stream.updates()
     next(updates)
     assert len(cuda.memory) == 1
-    got = cuda.received(both.fast.updates())
+    got = cuda.received(stream.updates())
     assert all(torch.equal(got[name], weight.bfloat16()) for name, weight in named_weights(model))
     assert isinstance(sender.resend(0, "no such link"), DirectHandle)
     assert isinstance(sender.handle(lambda: named_weights(model)), DirectHandle)

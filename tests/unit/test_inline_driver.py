@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +34,8 @@ from torchrl_grpo.runtime.staleness import GroupBuffer
 from torchrl_grpo.runtime.tasks import TaskQueue
 from torchrl_grpo.runtime.workers import LocalWorker
 from torchrl_grpo.tasks import ArithmeticTask
-from torchrl_grpo.weights import DirectSender, EitherHandle, WeightHandle
+from torchrl_grpo.weights import DirectSender, WeightHandle
+from torchrl_grpo.weights.ipc import IpcStream
 
 
 class Recorder(Engine):
@@ -67,7 +68,7 @@ class Refuses(Recorder):
     """Accept weights in only one way."""
 
     def load(self, handle: WeightHandle, version: int) -> None:
-        if isinstance(handle, EitherHandle):
+        if isinstance(handle, IpcStream):
             raise TransferRefusedError("no such link")
         super().load(handle, version)
 
@@ -352,7 +353,7 @@ def test_weights_that_the_engine_refuses_are_sent_again(tokenizer: PreTrainedTok
         resent.append((version, reason))
         return weights(version)
 
-    refused = EitherHandle(weights(1), cast(Any, None))
+    refused = IpcStream(weights(1).weights, None)
     with pytest.raises(TransferRefusedError):
         make_source(tokenizer, Refuses()).publish(refused, 1)
     engine = Refuses()

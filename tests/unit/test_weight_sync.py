@@ -163,10 +163,10 @@ TWO = [[GPU_1], [torch.device("cuda", 2)]]
     ("requested", "trainer", "engines", "options", "chosen"),
     [
         ("auto", CPU, [[CPU]], {}, STORE),
-        ("auto", GPU, [[GPU]], {}, Transfer("ipc", True)),
+        ("auto", GPU, [[GPU]], {}, IPC),
         ("auto", GPU, [[GPU], [GPU]], {}, STORE),  # an export can be opened once
-        ("auto", GPU, [[GPU_1]], {}, Transfer("nccl", True)),
-        ("auto", GPU, TWO, {}, Transfer("nccl", True, 2)),
+        ("auto", GPU, [[GPU_1]], {}, NCCL),
+        ("auto", GPU, TWO, {}, Transfer("nccl", workers=2)),
         ("auto", GPU, [[GPU_1, GPU]], {"colocated": True}, STORE),
         (
             "auto",
@@ -176,10 +176,10 @@ TWO = [[GPU_1], [torch.device("cuda", 2)]]
             STORE,
         ),  # several GPUs that share work in turns
         ("auto", GPU, TWO, {"waits": True}, STORE),  # the engines would wait for each other
-        ("auto", GPU, [[GPU_1]], {"waits": True}, Transfer("nccl", True)),
+        ("auto", GPU, [[GPU_1]], {"waits": True}, NCCL),
         ("auto", GPU, [[GPU]], {"on_device": False}, STORE),
         ("auto", GPU, [[GPU_1]], {"adapters": True}, STORE),
-        ("auto", GPU, [[GPU]], {"distributed": False}, Transfer("direct_ipc", True)),
+        ("auto", GPU, [[GPU]], {"distributed": False}, Transfer("direct_ipc")),
         ("auto", GPU, [[GPU]], {"distributed": False, "on_device": False}, Transfer("direct")),
         ("auto", CPU, [[CPU]], {"distributed": False}, Transfer("direct")),
         ("auto", GPU, [[GPU_1]], {"distributed": False}, Transfer("direct")),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +76,13 @@ def test_a_run_takes_a_fast_way_or_loses_nothing_by_it(
     class Files(LocalSender):
         def handle(self, read: Any) -> Any:
             handle = super().handle(read)
-            return (
-                replace(handle, fast=transfers.FileWeights(tmp_path, read, wrong))
-                if handle != self._direct
-                else handle
-            )
+            is_fast = handle is not self._direct
+            return transfers.FileWeights(read, tmp_path, wrong) if is_fast else handle
 
     monkeypatch.setattr(vllm_module, "WORKER_EXTENSION", transfers.EXTENSION)
     monkeypatch.setattr(vllm_module, "TRIAL_S", 1.0 if wrong else 60.0)
     monkeypatch.setattr(kinds, "LocalSender", Files)
-    monkeypatch.setattr(assembly, "transfer_kind", lambda *_, **__: Transfer("direct_ipc", True))
+    monkeypatch.setattr(assembly, "transfer_kind", lambda *_, **__: Transfer("direct_ipc"))
     overrides = [
         "inference_model.backend=vllm",
         "optimizer.lr=1e-2",
@@ -95,8 +91,7 @@ def test_a_run_takes_a_fast_way_or_loses_nothing_by_it(
     run = build(compose_config(*SMALL, *overrides), tmp_path / "run")
     try:
         run.fit()
-        engine: Any = run.rollouts.samplers[0].part.engine
-        assert engine._fast_failed == bool(wrong)
+        assert run.learner.sender._refused == bool(wrong)
     finally:
         run.close()
     rows = [

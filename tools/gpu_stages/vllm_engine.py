@@ -263,10 +263,6 @@ class EngineCheck:
             self._engine.load(sender.send(Trained(model), version), version)
 
         self._update_each(figures, load)
-        if not self._stage.is_rehearsal:
-            figures["fast path"] = not self._engine._fast_failed
-            if not figures["fast path"]:
-                raise RuntimeError("the weights went through the host")
 
     def _update_from_buffers(self, figures: dict[str, Any]) -> None:
         """Update from buffers, as from a trainer in another process."""

@@ -80,7 +80,7 @@ class InferenceModelConfig(DevicesConfig):
     weight_transfer: str = choice(checks.WeightTransfer, "auto")
     """How weights reach engines in other processes: object_store (Ray's, anywhere), or for vllm
     without LoRA also broadcast (nccl between GPUs) or cuda_ipc (one GPU). auto is the fastest that
-    fits: it must first deliver the same weights as object_store, which replaces it if it fails."""
+    fits. object_store replaces a path that fails with the first weights."""
     exact: bool = False
     """transformers: score each response once more by itself, as the trainer will, so that log-probs
     equal the trainer's to the last bit and the ratio is exactly 1 on policy. docs/algorithms.md has

@@ -27,7 +27,7 @@ import tempfile
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from importlib import metadata
 from importlib.util import find_spec
@@ -59,7 +59,7 @@ from torchrl_grpo.host.out_of_memory import memory_short
 from torchrl_grpo.images import Prompt
 from torchrl_grpo.images.families import family_of
 from torchrl_grpo.weights import (
-    EitherHandle,
+    DirectHandle,
     TransferHandle,
     WeightHandle,
     check_weights,
@@ -485,7 +485,6 @@ class VLLMBase(Engine):
         self.max_model_len: int = model_config.max_model_len
         self._dtype: torch.dtype = model_config.dtype
         self._num_workers: int = vllm_config.parallel_config.world_size
-        self._fast_failed = False
         # Further requests' ``LoRARequest`` and its version.
         self._adapters: tuple[Any, int] = None, 0
         self._hf_config, self._trust_remote_code = config, model_config.trust_remote_code
@@ -536,8 +535,8 @@ class VLLMBase(Engine):
         """See ``Engine``; the workers receive the weights directly if possible.
 
         Raises:
-            TransferRefusedError: the workers cannot. The engine is unchanged, or has the weights of
-                ``EitherHandle.slow``.
+            TransferRefusedError: the workers cannot, and the engine needs other weights before it
+                samples.
             ReceiptError: see ``Engine``.
         """
         self._open()
@@ -546,15 +545,17 @@ class VLLMBase(Engine):
 
     def _load(self, handle: WeightHandle, version: int) -> None:
         """See ``load``."""
-        if isinstance(handle, EitherHandle):
-            with self._updating(version):
-                problem = self._receive_either(handle)
-            if problem:
-                raise TransferRefusedError(f"{handle.fast.backend}: {problem}")
-        elif isinstance(handle, TransferHandle):
+        if isinstance(handle, TransferHandle):
             self._check(handle)
-            with self._updating(version):
-                self._receive(handle)
+            # Nothing is sampled if these do not arrive, and there is another path.
+            on_trial = self.receipt is None or isinstance(handle, DirectHandle)
+            try:
+                with self._updating(version):
+                    self._receive(handle, TRIAL_S if on_trial else None)
+            except ReceiptError as error:
+                if not on_trial:
+                    raise
+                raise TransferRefusedError(f"{handle.backend}: {error}") from error
         elif isinstance(handle, AdapterHandle):
             with self._attaching(version) as (number, keep):
                 self._adapters = self._attach(handle, number, keep), version
@@ -580,23 +581,6 @@ class VLLMBase(Engine):
             shared.close()
         # vLLM would read this path if its workers had lost the adapters, and fail.
         return LoRARequest(f"policy-{number}", number, f"/in/memory/{number}")
-
-    def _receive_either(self, handle: EitherHandle) -> str:
-        """Have the workers receive weights on the fast path, until it has failed once.
-
-        Returns:
-            the problem that made this call give up the fast path, or an empty string.
-        """
-        problem = ""
-        if not self._fast_failed:
-            try:
-                self._receive(handle.fast, TRIAL_S)
-                return ""
-            except (TransferRefusedError, ReceiptError) as error:
-                problem, self._fast_failed = str(error), True
-        with self._shared(handle.weights()) as block:
-            self._receive(block)
-        return problem
 
     @contextmanager
     def _shared(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[SharedBlock]:
@@ -636,7 +620,7 @@ class VLLMBase(Engine):
                 "receive", handle.backend, init, update, first, following is None, deadline_s
             )
             if any(problems):
-                raise TransferRefusedError(next(filter(None, problems)))
+                raise TransferRefusedError(f"{handle.backend}: {next(filter(None, problems))}")
             update, first, init = following, False, None
         self._settle(handle, self._rpc("receipt"))
 
@@ -805,9 +789,9 @@ class VLLMEngine(VLLMBase):
 
     def load(self, handle: WeightHandle, version: int) -> None:
         super().load(handle, version)
-        # A transfer can be received only once, and adapters leave the base as it was.
-        whole = self._adapters[0] is None and not isinstance(handle, TransferHandle)
-        self._latest = handle if whole else None
+        # Other transfers can be received only once, and adapters leave the base as it was.
+        again = isinstance(handle, DirectHandle) or not isinstance(handle, TransferHandle)
+        self._latest = handle if again and self._adapters[0] is None else None
 
     @contextmanager
     def _attaching(self, version: int) -> Iterator[tuple[int, list[int]]]:
@@ -839,8 +823,7 @@ class VLLMEngine(VLLMBase):
     def wake(self) -> None:
         self._open()
         if self._asleep and self._latest is not None:
-            with suppress(TransferRefusedError):  # raised after the slow path has delivered them
-                self.load(self._latest, self.policy_version)
+            self.load(self._latest, self.policy_version)
         if self._asleep:
             for part in list(self._asleep):
                 self._bring_back(part)

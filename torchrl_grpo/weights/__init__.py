@@ -15,7 +15,6 @@
 from torchrl_grpo.weights.handle import (
     DirectHandle,
     DirectSender,
-    EitherHandle,
     Sender,
     TransferHandle,
     WeightHandle,
@@ -36,7 +35,6 @@ from torchrl_grpo.weights.object_store import ObjectSender
 __all__ = [
     "DirectHandle",
     "DirectSender",
-    "EitherHandle",
     "LoraDelta",
     "ObjectSender",
     "Sender",

@@ -90,22 +90,6 @@ class TransferHandle(WeightHandle):
         )
 
 
-@dataclass(frozen=True)
-class EitherHandle(WeightHandle):
-    """The same weights by two paths, to verify the fast one.
-
-    Attributes:
-        slow: path that works everywhere.
-        fast: unverified path. If it gives the same weights, later versions take it.
-    """
-
-    slow: WeightHandle
-    fast: TransferHandle
-
-    def weights(self) -> TensorStream:
-        return self.slow.weights()
-
-
 class Source(Protocol):
     """Source of weights: a ``PolicyTrainer``."""
 

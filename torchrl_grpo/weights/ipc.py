@@ -20,7 +20,6 @@ from torchrl_grpo.compat.torch import release_shared_memory
 from torchrl_grpo.weights.handle import (
     DirectHandle,
     DirectSender,
-    EitherHandle,
     Part,
     Shapes,
     TransferHandle,
@@ -74,17 +73,15 @@ def on_gpu(weights: NamedTensors) -> TensorStream:
 
 
 @dataclass(frozen=True)
-class IpcStream(TransferHandle):
+class IpcStream(DirectHandle, TransferHandle):
     """The weights of a trainer in this process. One part at a time takes memory.
 
     Attributes:
-        read: returns the weights.
         dtype: dtype of the weights in transit.
     """
 
     backend = "ipc"
 
-    read: Callable[[], NamedTensors]
     dtype: torch.dtype | None
 
     def init_info(self, workers: int) -> dict[str, Any]:
@@ -111,9 +108,7 @@ class LocalSender(DirectSender):
 
     def handle(self, read: Callable[[], NamedTensors]) -> WeightHandle:
         self._direct = DirectHandle(read)
-        if self._refused:
-            return self._direct
-        return EitherHandle(self._direct, IpcStream(read, self.dtype))
+        return self._direct if self._refused else IpcStream(read, self.dtype)
 
     def resend(self, version: int, reason: str) -> WeightHandle:
         from torchrl import torchrl_logger  # a slow import that vLLM's workers do not need

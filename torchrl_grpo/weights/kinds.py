@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from torchrl_grpo.weights.adapters import AdapterSender
-from torchrl_grpo.weights.handle import DirectSender, EitherHandle, Sender, WeightHandle
+from torchrl_grpo.weights.handle import DirectSender, Sender
 from torchrl_grpo.weights.ipc import IpcSender, LocalSender
-from torchrl_grpo.weights.named import NamedTensors
 from torchrl_grpo.weights.nccl import NcclSender
 from torchrl_grpo.weights.object_store import ObjectSender
 
@@ -23,13 +21,10 @@ class Transfer:
     Attributes:
         kind: ``direct`` or ``direct_ipc`` (an engine that is driven from the trainer's process),
             ``object_store``, ``nccl`` or ``ipc``.
-        unverified: whether ``auto`` chose a fast kind. Its first weights are compared with the
-            object store's (or the host's), which replaces it if they differ.
         workers: number of processes of all engines together.
     """
 
     kind: str
-    unverified: bool = False
     workers: int = 1
 
     @property
@@ -91,56 +86,15 @@ def transfer_kind(
             f"inference_model.weight_transfer={'cuda_ipc' if same_gpu else 'auto'}."
         )
     fast = on_device and trainer.type == "cuda"
-    auto = requested == "auto"
     if not distributed:
-        return (
-            Transfer("direct_ipc", True)
-            if fast and same_gpu and not adapters
-            else Transfer("direct")
-        )
+        return Transfer("direct_ipc" if fast and same_gpu and not adapters else "direct")
     if not fast or adapters or requested == "object_store":
         return Transfer("object_store")
     if same_gpu:
-        return Transfer("ipc", auto) if len(engines) == 1 else Transfer("object_store")
-    if colocated or (auto and waits and len(engines) > 1):
+        return Transfer("ipc" if len(engines) == 1 else "object_store")
+    if colocated or (requested == "auto" and waits and len(engines) > 1):
         return Transfer("object_store")
-    return Transfer("nccl", auto, workers=sum(map(len, engines)))
-
-
-class FastSender(Sender):
-    """Sender on a fast path, or through the object store after a refusal.
-
-    Args:
-        fast: sender of the fast path.
-        unverified: whether the first handle has both paths, for an engine to compare.
-    """
-
-    def __init__(self, fast: NcclSender | IpcSender, *, unverified: bool) -> None:
-        self._fast = fast
-        self.dtype = fast.dtype
-        self._unverified = unverified
-        self._store = ObjectSender(None)
-        self._refused = False
-
-    def pack(self, weights: NamedTensors, version: int) -> WeightHandle:
-        if self._refused:
-            return ObjectSender(self.dtype).pack(weights, version)
-        handle: Any = self._fast.pack(weights, version)
-        if not self._unverified:
-            return handle
-        self._unverified = False
-        return EitherHandle(self._store.pack(self._fast.kept(version), version), handle)
-
-    def resend(self, version: int, reason: str) -> WeightHandle:
-        self._refused = True
-        self._fast.refuse(reason)
-        return self._store.pack(self._fast.kept(version), version)
-
-    def release(self, version: int) -> None:
-        self._fast.release(version)
-
-    def close(self) -> None:
-        self._fast.close()
+    return Transfer("nccl", workers=sum(map(len, engines)))
 
 
 def make_sender(
@@ -168,6 +122,5 @@ def make_sender(
     if transfer.kind == "object_store":
         return ObjectSender(dtype)
     if transfer.kind == "ipc":
-        return FastSender(IpcSender(dtype, host), unverified=transfer.unverified)
-    nccl = NcclSender(dtype, host, transfer.workers)
-    return FastSender(nccl, unverified=transfer.unverified)
+        return IpcSender(dtype, host)
+    return NcclSender(dtype, host, transfer.workers)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from torchrl_grpo.weights.handle import Part, Sender, unpacked
-from torchrl_grpo.weights.named import TensorStream
+from torchrl_grpo.weights.handle import Part, Sender, WeightHandle, unpacked
+from torchrl_grpo.weights.named import NamedTensors
+from torchrl_grpo.weights.object_store import ObjectSender
 
 TIMEOUT_S = 120.0
 """Timeout of each operation on the store."""
@@ -69,6 +70,7 @@ def connected(meeting: Meeting) -> Any:
 
 class MeetingSender(Sender):
     """Sender whose readers connect to a meeting. It keeps the parts of each version until release.
+    After a refusal, weights go through the object store.
 
     Args:
         dtype: dtype of the weights in transit, ideally the engine's; None keeps their own.
@@ -80,10 +82,18 @@ class MeetingSender(Sender):
         self._store = open_store(host)
         self._meeting = Meeting(host, self._store.port, secrets.token_hex(32))
         self._parts: dict[int, list[tuple[Tensor, Part]]] = {}
+        self._refused = False
 
-    def kept(self, version: int) -> TensorStream:
-        """Return the weights of an unreleased version, by name."""
-        return (named for flat, part in self._parts[version] for named in unpacked(flat, part))
+    def pack(self, weights: NamedTensors, version: int) -> WeightHandle:
+        if self._refused:
+            return ObjectSender(self.dtype).pack(weights, version)
+        return super().pack(weights, version)
+
+    def resend(self, version: int, reason: str) -> WeightHandle:
+        self._refused = True
+        self.refuse(reason)
+        kept = (named for flat, part in self._parts[version] for named in unpacked(flat, part))
+        return ObjectSender(None).pack(kept, version)
 
     def refuse(self, reason: str) -> None:
         """Stop sending, because an engine refused a version."""

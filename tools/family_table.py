@@ -22,7 +22,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "VLLM_LOGGING_
 
 from transformers.utils import logging  # noqa: E402
 
-from tests.support.families import FAMILIES, MEASURES  # noqa: E402
+from tests.support.families import FAMILIES, MEASURES, packing  # noqa: E402
 
 PAGE = ROOT / "docs" / "families.md"
 START, END = "<!-- table: tools/family_table.py -->\n", "<!-- end of table -->"
@@ -84,7 +84,10 @@ def main() -> None:
     rows: list[str] = []
     messages: dict[str, int] = {}
     for name in sys.argv[1:] or FAMILIES:
-        cells = []
+        try:
+            cells = [packing(name)]
+        except ValueError:
+            cells = ["refused"]
         for column in MEASURES:
             cell = measure_apart(name, column) if column == "vLLM" else measure(name, column)
             if not re.fullmatch(r"[\d.]+e[-+]\d+", cell):
@@ -93,7 +96,7 @@ def main() -> None:
             cells.append(cell)
         rows.append(f"| {name} | {' | '.join(cells)} |")
         print(rows[-1], flush=True)
-    head = [f"| family | {' | '.join(MEASURES)} |", "|---|" + "---|" * len(MEASURES)]
+    head = [f"| family | packed | {' | '.join(MEASURES)} |", "|---|---|" + "---|" * len(MEASURES)]
     notes = ["", *(f"{number}. {text}" for text, number in messages.items()), ""]
     print("\n".join(notes))
     if not sys.argv[1:]:

@@ -19,6 +19,7 @@ from tests.support.weights import Trained
 from torchrl_grpo.generation.base import Engine, SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.models.loading import add_lora, enable_gradient_checkpointing
+from torchrl_grpo.models.recurrent import PackedLayer
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.weights import ObjectSender, named_weights
 from torchrl_grpo.weights.adapters import AdapterSender
@@ -45,6 +46,7 @@ LATENT = {
     "qk_rope_head_dim": 32,
     "v_head_dim": 32,
 }
+LOCAL = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
 LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -68,6 +70,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": HEADS,
     "gemma": HEADS,
     "gemma3_text": HEADS | {"sliding_window": 64},
+    "gemma4_text": HEADS | LOCAL | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY}
+    | {"global_head_dim": 32, "num_hidden_layers": 3, "num_kv_shared_layers": 1}
+    | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     "phi": PLAIN,
     "phi3": GROUPED,
     "opt": SIZES | {"ffn_dim": 96, "word_embed_proj_dim": 128, "init_std": 0.1, "dropout": 0.1},
@@ -120,6 +125,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": HEADS | {"num_local_experts": 4, "intermediate_size_mlp": 96, "attention_chunk_size": 64},
     # These models are refused.
     "gemma2": HEADS,
+    "gemma3n_text": HEADS | LOCAL | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY}
+    | {"num_kv_shared_layers": 0, "laurel_rank": 8, "activation_sparsity_pattern": [0.0, 0.0]}
+    | {"intermediate_size": [96, 96]},
     "cohere": GROUPED,
     "cohere2": GROUPED,
     "falcon_h1": HEADS | {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
@@ -236,6 +244,17 @@ def send(engine: Engine, model: nn.Module, version: int) -> None:
         engine.load(AdapterSender(ObjectSender(None)).send(Trained(model), version), version)
     else:
         engine.update_weights(named_weights(model), version)
+
+
+def packing(name: str) -> str:
+    """Return how the scorer computes sequences: "yes" for packed, "in part" if recurrent layers
+    compute prompts again, "no" for padded.
+    """
+    model = make_family(name)
+    if not TokenScorer(model).packs(2):
+        return "no"
+    layers = (module for module in model.modules() if isinstance(module, PackedLayer))
+    return "yes" if all(layer.forks for layer in layers) else "in part"
 
 
 def with_adapters(name: str) -> float:

@@ -45,6 +45,7 @@ REFUSED = {
     "gemma2": {
         "scorer": r"off by 0\.0\d+ nats on average \(its config has final_logit_softcapping=30\.0\)"
     },
+    "gemma3n_text": {"scorer": r"its config has final_logit_softcapping=30\.0"},
     "cohere": {"scorer": r"its config has logit_scale=0\.0625"},
     "cohere2": {"scorer": r"its config has logit_scale=0\.0625"},
     "falcon_h1": {

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from tests.support.families import make_family
 from tests.support.models import make_tiny_model
 from tests.support.runs import whole_state_of
 from tests.support.training import make_batch
@@ -62,6 +63,7 @@ def make_trainer(
     *,
     lora: bool = False,
     tied: bool = True,
+    family: str | None = None,
     checkpointing: bool = False,
     dtype: torch.dtype = torch.float32,
     param_dtype: torch.dtype | None = None,
@@ -70,6 +72,8 @@ def make_trainer(
 ) -> PolicyTrainer:
     with CPU if mesh is None else loading_device(mesh):
         model: Any = make_tiny_model(tie_word_embeddings=tied).to(dtype)
+        if family is not None:
+            model = make_family(family, vocab_size=261)
     if lora:
         torch.manual_seed(1)
         model = loading.add_lora(model, r=3, alpha=8)  # 3 rows: a rank of 4 has none
@@ -338,6 +342,7 @@ COMPARED: dict[str, Callable[[DeviceMesh | None], Any]] = {
     "full": three_steps,
     "full_float64": functools.partial(three_steps, dtype=torch.float64, tied=False),
     "groups": functools.partial(three_steps, repeats=3),
+    "hybrid": functools.partial(three_steps, repeats=3, family="jamba"),
     "lora": functools.partial(three_steps, lora=True, checkpointing=True, repeats=3),
     "lora_float64": functools.partial(three_steps, lora=True, dtype=torch.float64),
     "bfloat16": functools.partial(bfloat16, three_steps),
@@ -619,6 +624,14 @@ def test_three_steps_on_several_ranks_are_those_of_one_process(
             assert got[key] == pytest.approx(
                 metrics[key], rel=metrics_within, abs=metrics_within
             ), key
+
+
+def test_recurrent_layers_on_two_ranks_are_packed_as_rank_0_has_checked(
+    two: list[dict[str, Any]], single: dict[str, Any]
+) -> None:
+    got, expected = two[0]["hybrid"], single["hybrid"]
+    assert distance(got["weights"], expected["weights"]) < 3e-6
+    assert got["metrics"][0]["train/token_efficiency"] > 1
 
 
 @pytest.mark.parametrize("name", ["teacher", "sft", "sft_beside"])

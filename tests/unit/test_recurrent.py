@@ -201,6 +201,20 @@ def test_packed_model_still_samples_and_a_copy_has_weights_of_its_own() -> None:
     assert distance(scored(twin, sequences), expected) < 3e-5
 
 
+def test_responses_of_one_computed_token_are_those_of_single_sequences() -> None:
+    """Hugging Face would update the states of such a batch in place."""
+    model, tokens = make_hybrid("granitemoehybrid"), torch.randint(3, 128, (2, 7))
+    tokens[1, :5] = tokens[0, :5]
+    mask = torch.arange(7).expand(2, 7) >= 5
+    (scores := TokenScorer(model).score(tokens, mask)[0][mask]).sum().backward()
+    got = gradients(model)
+    expected, _ = one_by_one(model, tokens, mask)
+    expected.sum().backward()
+    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
+    for key, gradient in gradients(model).items():
+        torch.testing.assert_close(got[key], gradient, rtol=1e-4, atol=1e-5)
+
+
 def test_plan_of_a_row_holds_each_token_once() -> None:
     layout = packed(Rows.from_padded(*make_groups()))
     for forks in (True, False):

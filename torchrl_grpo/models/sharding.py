@@ -50,6 +50,7 @@ from torchrl_grpo.checks import check_heads
 from torchrl_grpo.compat.torch import pin_exact_sizes
 from torchrl_grpo.images.families import vision_parameters
 from torchrl_grpo.models.loading import base_model_of
+from torchrl_grpo.models.recurrent import pack_recurrent
 
 WEIGHTS = "weights/"
 """Prefix of the names of weights in ``own_parts``."""
@@ -228,11 +229,13 @@ def shard_model(
             parameter.data = parameter.data.to(device)
     if filled:
         _fill(model, tensors, device, mesh)
-    checked = [
-        getattr(base, "unpacked_because", None)
-    ]  # from rank 0's TokenScorer, because those on the meta device could not check anything
+    # From rank 0's TokenScorer, because those on the meta device could not check anything
+    recurrent = pack_recurrent(base)
+    checked = [getattr(base, "unpacked_because", None), *(layer.forks for layer in recurrent)]
     dist.broadcast_object_list(checked, 0, device=torch.device(mesh.device_type))
-    base.unpacked_because = checked[0]
+    base.unpacked_because, *forks = checked
+    for layer in recurrent:
+        layer.forks = all(forks)
     return model
 
 

@@ -92,7 +92,7 @@ class _Call(NamedTuple):
         )
 
 
-@lru_cache(maxsize=1)  # all layers of a pass share it
+@lru_cache(1)  # all layers of a pass share it
 def _make_plan(layout: Layout, forks: bool) -> tuple[list[_Call], list[_Call], Tensor]:
     """Return the calls of a layer for a packed row of N tokens.
 
@@ -176,9 +176,8 @@ def pack_recurrent(model: nn.Module) -> list[PackedLayer]:
     for parent in model.modules():
         for layer in parent.children():
             kind = type(layer)
-            if _CACHES & signature(kind.forward).parameters.keys() and any(
-                isinstance(part, nn.Conv1d) for part in layer.children()
-            ):
+            takes_cache = _CACHES & signature(kind.forward).parameters.keys()
+            if takes_cache and hasattr(layer, "conv_kernel_size"):
                 layer.__class__ = type(f"Packed{kind.__name__}", (PackedLayer, kind), {})
                 parent.register_forward_pre_hook(_lay_out, with_kwargs=True)
     return [module for module in model.modules() if isinstance(module, PackedLayer)]

@@ -231,11 +231,11 @@ def shard_model(
         _fill(model, tensors, device, mesh)
     # From rank 0's TokenScorer, because those on the meta device could not check anything
     recurrent = pack_recurrent(base)
-    checked = [getattr(base, "unpacked_because", None), *(layer.forks for layer in recurrent)]
+    checked = [getattr(base, "unpacked_because", None), all(layer.forks for layer in recurrent)]
     dist.broadcast_object_list(checked, 0, device=torch.device(mesh.device_type))
-    base.unpacked_because, *forks = checked
+    base.unpacked_because, forks = checked
     for layer in recurrent:
-        layer.forks = all(forks)
+        layer.forks = forks
     return model
 
 

@@ -235,7 +235,7 @@ def shard_model(
     dist.broadcast_object_list(checked, 0, device=torch.device(mesh.device_type))
     base.unpacked_because, forks = checked
     for layer in recurrent:
-        layer.forks = forks
+        layer.forks = bool(forks)
     return model
 
 

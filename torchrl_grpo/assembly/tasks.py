@@ -56,12 +56,14 @@ def read_task(config: GRPOConfig) -> Task:
         ConfigError: see ``make_task``.
     """
     try:
-        return make_task(
+        task = make_task(
             config.env,
             config.evaluation.datasets or (),
             scored=config.scores,
             tokenizer=config.model.tokenizer_arguments,
         )
+        load_extra("check_comparison")(config, task.group_rewards)
+        return task
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

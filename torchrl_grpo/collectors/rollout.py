@@ -312,7 +312,8 @@ class RolloutCollector(BaseCollector):
             self.last.turns += len(sampled)
             stepping = ~data.get(keys.DONE).reshape(-1)
             if not stepping.any():
-                return _trajectories(steps, self.base_env.states)
+                env = self.base_env
+                return _trajectories(steps, env.states, bool(env.task.group_rewards))
             data = self.env.step_mdp(data)
             data.set(keys.STEPPING, stepping)
 
@@ -509,12 +510,13 @@ _MOST_ROWS = 2**16
 
 
 def _trajectories(
-    steps: Sequence[TensorDictBase], states: Sequence[DialogState]
+    steps: Sequence[TensorDictBase], states: Sequence[DialogState], compared: bool
 ) -> Sequence[TensorDictBase]:
     """Return the rows of the last transition with the token entries of all turns.
 
     Args:
         steps: [B] transitions; rows that were done before one repeat their outcome.
+        compared: whether the last step has rewards that compare the rows of a group.
         states: for each row, its dialog. The task's rewards of turns are part of the last turn's
             reward.
 
@@ -551,11 +553,13 @@ def _trajectories(
         # A dialog whose opening failed has a transition too.
         turns = [of_step[number] for of_step in unbound[: max(1, len(state.responses))]]
         last, end = turns[-1], samples[number][-1].turns[-1]
+        valid = torch.stack([turn.get(("next", keys.REWARD_VALID)) for turn in turns]).all(0)
+        if compared:  # when the last dialog was over
+            last, valid = trajectory, valid & trajectory.get(keys.REWARD_VALID)
         # The last turn has the reward, but may belong to no sample.
         turns[end] = turns[end].copy().set(keys.REWARD, last.get(keys.REWARD))
-        valid = torch.stack([turn.get(("next", keys.REWARD_VALID)) for turn in turns]).all(0)
         trajectory.set(keys.REWARD_VALID, valid)
-        trajectory.set(keys.NEXT_POLICY_VERSION, last.get(keys.POLICY_VERSION))
+        trajectory.set(keys.NEXT_POLICY_VERSION, turns[-1].get(keys.POLICY_VERSION))
         for sample in samples[number]:
             part = _merge([turns[turn] for turn in sample.turns], sample.rewards)
             part = trajectory.copy().update(part).set(keys.RESPONSE_TEXT, sample.text)

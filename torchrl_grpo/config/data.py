@@ -76,7 +76,7 @@ class DataConfig:
     """System message, which replaces one in the data."""
     reward: Any = None
     """Reward function: a built-in name, file.py:function, package.module:function; or a list of
-    these or of {fn, weight, name, and options of the function} (docs/rewards.md). null uses the
+    these or of {fn, weight, name, per, and options of the function} (docs/rewards.md). null uses the
     data set's own, if it has one."""
 
 

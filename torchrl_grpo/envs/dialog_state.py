@@ -95,6 +95,7 @@ class DialogState:
         turn_samples: sample number of each turn.
         by_number: samples that have a turn, by number; the dialog may return to them.
         outcome: reward, and how the dialog ended.
+        dialog: the dialog up to its latest turn that was delivered.
     """
 
     drawn: Drawn
@@ -108,6 +109,7 @@ class DialogState:
     turn_samples: list[int] = field(default_factory=list)
     by_number: dict[int, SampleState] = field(default_factory=dict)
     outcome: Outcome = field(default_factory=Outcome)
+    dialog: Dialog = field(init=False, repr=False)
     _before: SampleState | None = None  # the current sample before the latest turn
 
     @property
@@ -180,8 +182,8 @@ class DialogState:
 
     def invalidate(self, error: str, *, truncated: bool) -> None:
         """End the dialog without a valid reward, for the reason in the one-line ``error``."""
-        self.outcome.valid = False
-        self.outcome.error = error
+        truncated |= self.outcome.truncated
+        self.outcome = Outcome(valid=False, error=error)
         self.end(truncated=truncated)
 
     def end(self, *, truncated: bool) -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -40,6 +41,12 @@ from torchrl_grpo.tasks.drawing import Drawing, Drawn
 from torchrl_grpo.tools.toolbox import CallFormat
 
 _UNREADABLE = "error: the result has an image, which cannot be read here"
+_NO_REWARD = Failure(
+    ("none",),
+    "no reward applies: functions that compare responses need two with valid rewards.",
+    "none",
+    line="no reward applies",
+)
 _OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
 
 
@@ -250,6 +257,11 @@ class LLMEnv(EnvBase):
             ]
             new = self._rows
         else:
+            if self.task.group_rewards:
+                raise ValueError(
+                    "LLMEnv.reset must reset all rows at once, because a reward compares the "
+                    "responses to a problem: use RolloutCollector."
+                )
             new = []
             for row in mask.reshape(-1).nonzero().reshape(-1).tolist():
                 self._copies = self._copies or [self.drawing.draw()] * self.repeats
@@ -412,6 +424,8 @@ class LLMEnv(EnvBase):
                 cut_off[row] = replace(dialogs[row], finish_reason="length")
         for row, turn in zip(cut_off, self._advance(cut_off), strict=True):
             self._take_turn(self._rows[row], cut_off[row], turn)
+        if self.task.group_rewards and active and not self.stepping.any():
+            self._compare()
         self._end_episodes([self._rows[row] for row in active if self._rows[row].outcome.done])
         if self.input_mode == "tokens":  # otherwise HistoryTransforms counts them later
             self.note_outcomes()
@@ -473,6 +487,39 @@ class LLMEnv(EnvBase):
             )
         return [*scoring((future.result() for future in futures), len(futures))]
 
+    def _compare(self) -> None:
+        """Have the task compare the responses with valid rewards of each group, if it has several,
+        and add the parts of their rewards.
+        """
+        valid = [row for row in self._rows if row.outcome.valid]
+        groups = [[*rows] for _, rows in groupby(valid, lambda row: row.drawn.group)]
+        compared = [rows for rows in groups if rows[1:]]
+        # Like finished dialogs, so that each task passes them on to its scorer.
+        jobs = {
+            index: replace(
+                rows[0].dialog,
+                group=[row.dialog for row in rows],
+                episode="",
+                finish_reason="length",
+            )
+            for index, rows in enumerate(compared)
+        }
+        for rows, turn in zip(compared, self._advance(jobs), strict=True):
+            if isinstance(turn, Failure):
+                for row in rows:
+                    self._invalidate(row, turn)
+            elif turn.score is not None:
+                for name, value in turn.score.parts.items():
+                    index, _, part = name.partition("/")
+                    outcome = rows[int(index)].outcome
+                    if part:
+                        outcome.parts[part] = value
+                    else:
+                        outcome.reward += value or 0.0
+        for row in valid:
+            if row.outcome.valid and {*row.outcome.parts.values()} <= {None}:
+                self._invalidate(row, _NO_REWARD)
+
     def _take_turn(self, state: DialogState, dialog: Dialog, turn: Turn | Failure) -> Tensor | None:
         """End a dialog, or append the task's reply to it.
 
@@ -492,6 +539,8 @@ class LLMEnv(EnvBase):
         self.counts.update(turn.counts)
         if turn.undelivered:
             state.undo_turn()
+        else:
+            state.dialog = dialog
         if turn.reward is not None:
             state.turn_rewards[-1] = turn.reward
         if turn.score is not None:

@@ -11,6 +11,7 @@ EXTRAS = {
     "agent": "torchrl_grpo.integrations.agents:with_agent",  # env.agent
     "alarms": "torchrl_grpo.extras.report.alarms:Alarms",  # of each step
     "check_bitsandbytes": "torchrl_grpo.integrations.bitsandbytes:check_bitsandbytes",
+    "check_comparison": "torchrl_grpo.extras.hints.comparison:check_comparison",
     "check_hub": "torchrl_grpo.extras.hints.hub:check_hub",  # before a download
     "check_launcher": "torchrl_grpo.extras.hints.words:check_launcher",
     "check_model_name": "torchrl_grpo.extras.hints.models:check_model_name",

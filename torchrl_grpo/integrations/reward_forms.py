@@ -1,4 +1,4 @@
-"""Reward functions of other libraries: their arguments and results.
+"""Reward functions of groups and of other libraries: their arguments and results.
 
 ========  ==========================  ===================================================
 form      recognized by               arguments
@@ -9,12 +9,18 @@ TRL's     ``completions``,            lists of one: ``prompts``, ``completions``
           ``environments``            ``log_metric``, which do nothing
 verl's    ``solution_str``            ``data_source``, ``solution_str``,
                                       ``ground_truth``, ``extra_info``; columns by name
+group     ``responses``               ``responses``, ``messages``, ``finish_reason``,
+                                      ``tokens`` and ``prefill`` as lists; ``prompt``,
+                                      ``answer``, ``images``, and columns by name
 ========  ==========================  ===================================================
+
+With ``per: group`` the lists of TRL's form have all responses of the group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -24,18 +30,29 @@ _RESPONSE_NAMES = ("solution_str", "model_output", "predict_str")
 """Names of the response in verl's functions."""
 
 
-def reward_form(name: str, parameters: Collection[str], has_part_weights: bool) -> Form:
-    """Return the form of a function with some parameters of other libraries' functions.
+def reward_form(
+    name: str, parameters: Collection[str], has_part_weights: bool, per_group: bool
+) -> Form:
+    """Return the form of a function of a group, or with some parameters of other libraries'
+    functions.
 
     Args:
         name: name of the reward.
         parameters: names of all its parameters.
         has_part_weights: whether its parts have weights of their own.
+        per_group: whether it compares the responses to a problem.
 
     Raises:
-        ValueError: they do, and the function is verl's.
+        ValueError: one of these is true, and the function is verl's.
     """
     names = FOREIGN_NAMES & set(parameters)
+    if per_group and names & set(_RESPONSE_NAMES):
+        raise ValueError(
+            f"per=group of reward {name} needs a function of several responses, but verl's form "
+            "has one: name a parameter `responses`."
+        )
+    if per_group:
+        return _TRL_GROUP if names else _GROUP
     if not names or names - set(_RESPONSE_NAMES):
         return _TRL
     if has_part_weights:
@@ -65,6 +82,39 @@ def _trl(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
     lists |= {name: facts[name] for name in facts.keys() & ENVIRONMENTS}
     lists |= {name: [facts[name]] for name in facts.keys() & IMAGES}
     return lists, lists
+
+
+def _trl_group(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
+    each = [_trl(member, columns)[0] for member in facts["members"]]
+    lists = {
+        name: [*chain(*(of_one[name] for of_one in each))] if isinstance(value, list) else value
+        for name, value in each[0].items()
+    }
+    return lists, lists
+
+
+def _group(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
+    names = {name: name for name in ("messages", "finish_reason", "tokens", "prefill")}
+    lists = {
+        new: [member[name] for member in facts["members"]]
+        for new, name in {**names, "responses": "response"}.items()
+    }
+    shared = {name: facts[name] for name in facts.keys() & {"prompt", "answer", *IMAGES}}
+    return columns | shared | lists, columns
+
+
+def _split(name: str, result: Any, size: int) -> list[Any]:
+    entries = list(result) if hasattr(result, "__iter__") else []
+    if isinstance(result, str | Mapping) or len(entries) != size:
+        raise ValueError(
+            f"reward {name} must return a list with a reward for each of {size} responses, but it "
+            f"returned {result!r:.200}: use None where none applies."
+        )
+    return entries
+
+
+def _entry(name: str, result: Any) -> Any:
+    return result
 
 
 def _verl(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
@@ -106,3 +156,5 @@ def _verl_result(name: str, result: Any) -> Any:
 
 _TRL = Form(_trl, _trl_result)
 _VERL = Form(_verl, _verl_result)
+_GROUP = Form(_group, _entry, _split)
+_TRL_GROUP = Form(_trl_group, _entry, _split)

@@ -1,14 +1,14 @@
 """Reward functions: their arguments, and the interpretation of the result.
 
 A function gets ``FACTS`` and the columns of its row by name, and only the columns as ``**kwargs``.
-One with the parameters of another library's reward functions is called in their form
-(``integrations/reward_forms.py``).
+One of a group, or with the parameters of another library's reward functions, is called in that
+form (``integrations/reward_forms.py``).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,14 @@ class Form:
     Attributes:
         arguments: returns the arguments by name, and those for ``**kwargs``, from facts and columns.
         result: returns a number or parts by name, from the name of a reward and what it returned.
+        split: of a form that compares the responses to a problem, whose facts have those of each as
+            ``members``: returns what ``result`` takes for each of them, from the name of a reward,
+            what it returned, and their number.
     """
 
     arguments: Callable[[Arguments, Arguments], tuple[Arguments, Arguments]]
     result: Callable[[str, Any], Any]
+    split: Callable[[str, Any, int], Sequence[Any]] | None = None
 
 
 def _plain_arguments(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
@@ -107,7 +111,7 @@ class RewardFunction:
         self._takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
         unknown = sorted(set(self.options) - self._names)
         if unknown and not self._takes_rest:
-            keys = sorted({"name", "weight"} | self._names)
+            keys = sorted({"name", "weight", "per"} | self._names)
             hint = did_you_mean(unknown[0], keys, f"use some of {keys}.")
             raise ValueError(
                 f"reward {self.name} must accept its options, but it has no {', '.join(unknown)}: "
@@ -119,11 +123,14 @@ class RewardFunction:
                 "parameters."
             )
         self.form = _PLAIN
-        if self._names & FOREIGN_NAMES or (
-            self._names & ENVIRONMENTS and not self._names & _PLAIN_NAMES
+        per_group = entry.per == "group" or ("responses" in self._names and not entry.per)
+        if (
+            per_group
+            or self._names & FOREIGN_NAMES
+            or (self._names & ENVIRONMENTS and not self._names & _PLAIN_NAMES)
         ):
             self.form = load_extra("reward_form")(
-                self.name, self._names, bool(self._weighted_parts)
+                self.name, self._names, bool(self._weighted_parts), per_group
             )
 
     @property
@@ -153,6 +160,7 @@ class RewardFunction:
         facts = _EMPTY_FACTS if has_answer else _EMPTY_FACTS | {"answer": _ABSENT}
         facts = facts | (dict.fromkeys(ENVIRONMENTS) if has_environment else {})
         facts = facts | (dict.fromkeys(IMAGES) if has_images else {})
+        facts = facts | {"members": [facts]}
         arguments = self.form.arguments(facts, dict.fromkeys(columns))[0]
         available = {name for name, value in arguments.items() if value not in (_ABSENT, [_ABSENT])}
         missing = sorted(self._required_names - set(self.options) - available)
@@ -180,7 +188,8 @@ class RewardFunction:
 
         Args:
             facts: ``FACTS``, ``prompt_column``, ``prompt_messages``, ``completion_messages`` and
-                ``dataset``.
+                ``dataset``; for a group those of its first response, and all of them as
+                ``members``.
             columns: columns of the row.
         """
         by_name, rest = self.form.arguments(facts, columns)

@@ -9,7 +9,7 @@ from typing import Any
 
 SingleReward = str | Callable[..., Any] | Mapping[str, Any]
 RewardSpec = SingleReward | Sequence[SingleReward]
-"""A function or its name; ``{fn, weight, name, ...options}``; or a list of these."""
+"""A function or its name; ``{fn, weight, name, per, ...options}``; or a list of these."""
 PartWeights = Mapping[str, float] | Mapping[str, Mapping[str, float]]
 """Weights of parts, see ``reward_weights``; for several data sets, by the name of the data set."""
 CORRECT = "correct"
@@ -25,12 +25,14 @@ class RewardEntry:
         name: name in logs.
         weight: weight of its result, or of each part by name; its other parts are then only logged.
         options: arguments by name.
+        per: ``"response"`` or ``"group"``, see ``RewardFunction``; None if its parameters decide.
     """
 
     fn: str | Callable[..., Any]
     name: str
     weight: float | Mapping[str, float]
     options: Mapping[str, Any]
+    per: str | None = None
 
 
 def parse_rewards(spec: RewardSpec, field: str = "env.reward") -> list[RewardEntry]:
@@ -77,6 +79,12 @@ def _entry(spec: SingleReward, field: str) -> RewardEntry:
     default = default.rpartition(":")[2].rpartition("/")[2]
     name = options.pop("name", default)
     weight = options.pop("weight", 1.0)
+    per = options.pop("per", None)
+    if per not in (None, "response", "group"):
+        raise ValueError(
+            f"{field}.per={per!r} of {name} must be response or group: use group for a function "
+            "that compares the responses to a problem."
+        )
     if not isinstance(name, str) or not name or "/" in name:
         raise ValueError(
             f"{field}.name={name!r} must be text without '/', which separates a part: use "
@@ -89,7 +97,7 @@ def _entry(spec: SingleReward, field: str) -> RewardEntry:
                 f"{field}.weight={weight!r} of {name} must be a finite number, or one number for "
                 "each part: use 1."
             )
-    return RewardEntry(fn, name, weight, options)
+    return RewardEntry(fn, name, weight, options, per)
 
 
 def reward_weights(entries: Sequence[RewardEntry]) -> dict[str, float]:

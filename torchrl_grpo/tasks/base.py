@@ -99,6 +99,9 @@ class Dialog:
         prefill: the beginning of the policy's turn that is part of the prompt, such as ``<think>``
             or an empty thought.
         call_format: how the chat template writes tool calls.
+        group: finished dialogs with the same problem, to compare instead of scoring this one. The
+            parts of the score are then those of each dialog as ``index/part``, with their weighted
+            sum as ``index`` (None if none applies).
     """
 
     problem: Problem
@@ -116,6 +119,7 @@ class Dialog:
     image_roles: Sequence[str] = ()
     prefill: str = ""
     call_format: CallFormat = ""
+    group: Sequence[Dialog] = ()
 
     def calls(
         self, tools: Sequence[dict[str, Any]] = (), parser: Parser | None = None
@@ -276,6 +280,8 @@ class Task(ABC):
         is_stateful: whether the task keeps state between the turns of a dialog.
         reads_calls: whether tool calls are read in the format of the chat template. An environment
             then refuses one whose calls it cannot read.
+        group_rewards: whether rewards compare the responses to a problem: not (empty), ``"also"``,
+            or ``"only"``, so that no response has a score of its own.
 
     Example:
         >>> class Doubling(Task):
@@ -308,6 +314,7 @@ class Task(ABC):
     at_a_time: int = 1
     is_stateful: bool = False
     reads_calls: bool = True
+    group_rewards: str = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -488,6 +495,7 @@ class WrappedTask(DelegatingTask):
         self.at_a_time = task.at_a_time
         self.is_stateful = task.is_stateful
         self.reads_calls = task.reads_calls
+        self.group_rewards = task.group_rewards
 
     def problems(self, split: Split) -> Sequence[Problem]:
         return self.task.problems(split)

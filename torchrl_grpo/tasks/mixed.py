@@ -98,6 +98,7 @@ class MixedTask(DelegatingTask):
         self.part_weights: Any = {name: task.part_weights for name, task in self.tasks.items()}
         self.at_a_time = max(task.at_a_time for task in tasks)
         self.is_stateful = any(task.is_stateful for task in tasks)
+        self.group_rewards = max(task.group_rewards for task in tasks)  # "" < "also" < "only"
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """Return the problems of all tasks; ``Problem.dataset`` names the task."""

@@ -34,7 +34,7 @@ from torchrl_grpo.host.event_loop import wait_for_result
 from torchrl_grpo.images import Content, message_content
 from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task, Turn, WrappedTask
 from torchrl_grpo.tasks.instances import Instance
-from torchrl_grpo.tasks.with_rewards import Rewards
+from torchrl_grpo.tasks.with_rewards import Rewards, WithRewards
 from torchrl_grpo.tools import Toolbox
 from torchrl_grpo.tools.toolbox import Parser
 
@@ -203,6 +203,7 @@ class WithEnvironment(WrappedTask):
         self.has_parts = task.has_parts if judged else rewards is not None
         if rewards is not None:
             self.part_weights = rewards.weights
+            self.group_rewards = rewards.group_rewards
         self.tools = [schema for kind in kinds.values() for schema in kind.toolbox.schemas]
         self.reads_calls = all(kind.toolbox.parser is None for kind in kinds.values())
         if self.name == "seeds":
@@ -262,6 +263,9 @@ class WithEnvironment(WrappedTask):
     def advance(
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None
     ) -> list[Turn | Exception]:
+        if dialogs and dialogs[0].group:  # never with others, which have an episode
+            scorer = self.task if self.rewards is None else WithRewards(self.task, self.rewards)
+            return scorer.advance(dialogs, timeout_s)
         end = None if timeout_s is None else time.monotonic() + timeout_s
         futures = [self._start(dialog, timeout_s) for dialog in dialogs]
         turns = [self._wait(future, end, timeout_s) for future in futures]

@@ -47,10 +47,16 @@ class Rewards:
     which is not part of the reward, or by whether its value (of a dict, the part ``reward`` or the
     first part) is at least 1.
 
+    Functions of a group are called with the dialogs of ``Dialog.group``, and do not decide whether
+    one is correct.
+
     Functions that are ``async def`` run in the process's event loop. Others run in the calling
     thread, one after the other.
 
     Attributes:
+        functions: functions that score one dialog.
+        group_functions: functions that compare the dialogs of a group.
+        group_rewards: see ``Task``.
         weights: see ``torchrl_grpo.rewards.spec.reward_weights``.
         asynchronous: whether a function is ``async def``; ``score_all`` is then faster with many
             dialogs at a time.
@@ -68,7 +74,9 @@ class Rewards:
         weights: Mapping[str, float],
         prompt_column: str = "prompt",
     ) -> None:
-        self.functions = list(functions)
+        self.functions = [each for each in functions if each.form.split is None]
+        self.group_functions = [each for each in functions if each.form.split]
+        self.group_rewards = ("also" if self.functions else "only") if self.group_functions else ""
         self.weights = dict(weights)
         self.prompt_column = prompt_column
         self.asynchronous = any(function.asynchronous for function in functions)
@@ -84,7 +92,7 @@ class Rewards:
             ValueError: there is one.
         """
         has_answer, has_images = problem.answer is not None, bool(problem.images)
-        for function in self.functions:
+        for function in (*self.functions, *self.group_functions):
             function.check(problem.extra, has_answer, has_environment, has_images)
 
     def __call__(self, dialog: Dialog) -> Score:
@@ -111,14 +119,14 @@ class Rewards:
         with delivered():
             try:
                 columns = _with_images(dialog.problem.extra) if dialog.problem.images else None
-                for function in self.functions:
+                for function in self.group_functions if dialog.group else self.functions:
                     arguments = _arguments(dialog, self.prompt_column)
                     results.append(function.call(arguments, columns or dialog.problem.extra))
                 if any(map(inspect.isawaitable, results)):
                     return asyncio.run_coroutine_threadsafe(
-                        self._wait(results, timeout_s), event_loop()
+                        self._wait(dialog, results, timeout_s), event_loop()
                     )
-                future.set_result(self._score(results))
+                future.set_result(self._finish(dialog, results))
             except (Exception, SystemExit) as error:
                 for result in results:
                     if inspect.iscoroutine(result):
@@ -137,7 +145,7 @@ class Rewards:
             error if isinstance(error := f.exception(), Exception) else f.result() for f in futures
         ]
 
-    async def _wait(self, results: list[Any], timeout_s: float | None) -> Score:
+    async def _wait(self, dialog: Dialog, results: list[Any], timeout_s: float | None) -> Score:
         pending = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
         try:
             async with asyncio.timeout(timeout_s) as limit:
@@ -150,12 +158,27 @@ class Rewards:
             ) from error
         for i, result in zip(pending, values, strict=True):
             results[i] = result
-        return self._score(results)
+        return self._finish(dialog, results)
 
-    def _score(self, results: Sequence[Any]) -> Score:
+    def _finish(self, dialog: Dialog, results: Sequence[Any]) -> Score:
+        if not dialog.group:
+            return self._score(self.functions, results)
+        results = [
+            function.form.split(function.name, result, len(dialog.group))
+            for function, result in zip(self.group_functions, results, strict=True)
+            if function.form.split
+        ]
+        parts: dict[str, float | None] = {}
+        for index, of_dialog in enumerate(zip(*results, strict=True)):
+            score = self._score(self.group_functions, of_dialog)
+            named = {**score.parts, "": score.reward}
+            parts |= {f"{index}/{name}": value for name, value in named.items()}
+        return Score(0.0, False, parts)
+
+    def _score(self, functions: Sequence[RewardFunction], results: Sequence[Any]) -> Score:
         parts: dict[str, float | None] = {}
         correct: bool | None = None
-        for function, result in zip(self.functions, results, strict=True):
+        for function, result in zip(functions, results, strict=True):
             named_parts = function.parts(result)
             parts |= named_parts
             if correct is None:
@@ -166,7 +189,7 @@ class Rewards:
             for name, value in parts.items()
             if value is not None and weights[name]
         ]
-        if not terms:
+        if not terms and not self.group_functions:  # which may add one
             raise InvalidRewardError(
                 f"one of the rewards {list(parts)} must be a number with a weight that is not 0: "
                 "return 0.0 where a response is wrong, because None leaves a reward out.",
@@ -183,7 +206,7 @@ def make_rewards(
 
     Args:
         spec: a function's name (see ``load_function``) or the function; ``{fn, weight, name,
-            ...options}``; or a list.
+            per, ...options}``; or a list.
         prompt_column: see ``Rewards``.
         field: config key of the spec, for messages.
 
@@ -225,6 +248,7 @@ class WithRewards(WrappedTask):
         self.has_parts = True
         self.part_weights = rewards.weights
         self.at_a_time = task.at_a_time if task.is_stateful else 1
+        self.group_rewards = rewards.group_rewards
         if rewards.asynchronous:
             self.at_a_time = max(_AT_A_TIME, self.at_a_time)
 
@@ -247,6 +271,9 @@ class WithRewards(WrappedTask):
 
 
 def _arguments(dialog: Dialog, prompt_column: str) -> dict[str, Any]:
+    if dialog.group:
+        members = [_arguments(member, prompt_column) for member in dialog.group]
+        return members[0] | {"members": members}
     problem = dialog.problem
     response = dialog.responses[-1]
     turn: Message = {"role": "assistant", "content": response}

@@ -331,6 +331,7 @@ class WithAgent(WrappedTask):
         self.is_stateful = True
         self.at_a_time = _AT_A_TIME
         self.has_parts = True
+        self.group_rewards = min(task.group_rewards, "also")  # the agent may score
         self._server: Server | None = None
         self._episodes: dict[str, _Episode] = {}
         self._keys: dict[str, _Episode] = {}
@@ -345,6 +346,8 @@ class WithAgent(WrappedTask):
     def advance(
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None
     ) -> list[Turn | Exception]:
+        if dialogs and dialogs[0].group:  # never with others, which have an episode
+            return self.task.advance(dialogs, timeout_s)
         deadline = time.monotonic() + (_DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
         # All of them, before waiting for any.
         failures = [attempt(self._continue, dialog) for dialog in dialogs]

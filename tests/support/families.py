@@ -21,7 +21,7 @@ from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.models.loading import add_lora, enable_gradient_checkpointing
 from torchrl_grpo.models.recurrent import PackedLayer
 from torchrl_grpo.models.scoring import TokenScorer
-from torchrl_grpo.weights import ObjectSender, named_weights
+from torchrl_grpo.weights import named_weights
 from torchrl_grpo.weights.adapters import AdapterSender
 from torchrl_grpo.weights.named import adapted_layers
 
@@ -241,7 +241,7 @@ def send(engine: Engine, model: nn.Module, version: int) -> None:
     """Send adapters, or whole weights if not all adapters are of linear layers, as a run does."""
     layers = adapted_layers(model).values()
     if all(isinstance(layer.get_base_layer(), nn.Linear) for layer in layers):
-        engine.load(AdapterSender(ObjectSender(None)).send(Trained(model), version), version)
+        engine.load(AdapterSender(None).send(Trained(model), version), version)
     else:
         engine.update_weights(named_weights(model), version)
 

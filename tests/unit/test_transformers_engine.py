@@ -32,7 +32,7 @@ from torchrl_grpo.generation import Completion, SamplingParams, TransformersEngi
 from torchrl_grpo.generation.decoder import GenericDecoder
 from torchrl_grpo.generation.fused_decoder import FusedDecoder, PackedLinear
 from torchrl_grpo.generation.sampling import invert_cdf, sample, sampling_probs
-from torchrl_grpo.weights import ObjectSender, named_weights
+from torchrl_grpo.weights import named_weights
 from torchrl_grpo.weights.adapters import AdapterSender
 
 SIZES = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -219,7 +219,7 @@ def test_adapters_beside_the_weights_give_the_models_log_probs(make, least, targ
     """Two versions, on layers with and without a bias."""
     monkeypatch.setattr(fused_decoder, "_LEAST", least)
     base, prompts, params = build(make), make_prompts(5, 9), SamplingParams(12)
-    engine, sender = TransformersEngine(base), AdapterSender(ObjectSender(None))
+    engine, sender = TransformersEngine(base), AdapterSender(None)
     before = {name: weight.clone() for name, weight in engine.model.named_parameters()}
     for version in (1, 2):
         torch.manual_seed(version)

@@ -42,7 +42,7 @@ from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.models.loading import add_lora, load_model
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks import ArithmeticTask
-from torchrl_grpo.weights import ObjectSender, Transfer, make_sender, named_weights
+from torchrl_grpo.weights import Transfer, make_sender, named_weights
 from torchrl_grpo.weights.adapters import AdapterSender
 from torchrl_grpo.weights.shared import SharedWeights
 
@@ -89,7 +89,7 @@ def test_it_serves_many_callers_while_its_weights_change(check, engine, pool):
     check(engine, pool, ROUNDING)
 
 
-ADAPTERS = AdapterSender(ObjectSender(None))
+ADAPTERS = AdapterSender(None)
 
 
 def load_base():

@@ -8,25 +8,33 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.weights.adapters import AdapterHandle
-from torchrl_grpo.weights.receipts import Digests
+from torchrl_grpo.weights.receipts import Digests, compare
 
 
 @torch.no_grad()
-def hold(model: nn.Module, handle: AdapterHandle, digests: Digests) -> None:
+def hold(model: nn.Module, handle: AdapterHandle) -> Digests:
     """Replace a model's adapters, which its linear layers add to their output. The model's weights
     stay as they are.
 
     Args:
         model: as it was loaded.
         handle: of the adapters.
-        digests: get those of the adapters that arrive.
+
+    Returns:
+        digests of the adapters that arrived.
+
+    Raises:
+        ReceiptError: they are not those that were sent.
     """
+    digests = Digests()
     matrices = digests.of(handle.weights())
     for (name, scaling), (_, a), (_, b) in zip(handle.layers, matrices, matrices, strict=True):
         layer: Any = model.get_submodule(name.removesuffix(".weight"))
         if not hasattr(layer, "adapter"):
             layer.register_forward_hook(_add)
         layer.adapter = a.to(layer.weight, copy=True), (b * scaling).to(layer.weight)
+    compare(handle.receipt or {}, digests.receipt(), type(model).__name__)
+    return digests
 
 
 def drop(model: nn.Module) -> None:

@@ -324,16 +324,8 @@ class Engine(ABC):
             RuntimeError: as in ``update_weights``; or the weights could not be read.
             ReceiptError: they did not arrive, or are the previous ones although they were trained.
         """
-        with self._checks_change(handle, version):
-            self.update_weights(handle.weights(), version)
-
-    @contextmanager
-    def _checks_change(self, handle: WeightHandle, version: int) -> Iterator[None]:
-        """Context of an update, after which the receipt must be another one if training has changed
-        the weights.
-        """
         before, changes = self.receipt, handle.changes and version != self.policy_version
-        yield
+        self._load(handle, version)
         if not isinstance(handle, TransferHandle):  # whose seconds are those of the workers too
             self.receipt_s += handle.receipt_s
         if changes and before and self.receipt == before:
@@ -343,6 +335,10 @@ class Engine(ABC):
                 "what is sent. Are the trained adapters or layers part of the model? If the "
                 "changes are too small for inference_model.dtype, use float32."
             )
+
+    def _load(self, handle: WeightHandle, version: int) -> None:
+        """See ``load``, which then checks that trained weights are other ones."""
+        self.update_weights(handle.weights(), version)
 
     def seed(self, seed: int) -> None:  # noqa: B027
         """Make further sampling reproducible, as far as the engine can."""

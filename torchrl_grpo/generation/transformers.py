@@ -167,16 +167,13 @@ class TransformersEngine(Engine):
         self.receipt, self.receipt_s = digests.receipt(), digests.seconds
         self.policy_version = version
 
-    def load(self, handle: WeightHandle, version: int) -> None:
+    def _load(self, handle: WeightHandle, version: int) -> None:
         if not isinstance(handle, AdapterHandle):
-            super().load(handle, version)
+            super()._load(handle, version)
             return
         self._check_open()
         with self.exclusive:
-            digests = Digests()
-            hold(self.model, handle, digests)
-            with self._checks_change(handle, version):
-                self._note(digests, version)
+            self._note(hold(self.model, handle), version)
 
     def seed(self, seed: int) -> None:
         self._check_open()

@@ -531,20 +531,12 @@ class VLLMBase(Engine):
             self._receive(block)
             self._adapters = None, 0  # vLLM has removed them
 
-    def load(self, handle: WeightHandle, version: int) -> None:
-        """See ``Engine``; the workers receive the weights directly if possible.
+    def _load(self, handle: WeightHandle, version: int) -> None:
+        """Have the workers receive the weights directly, if possible.
 
         Raises:
-            TransferRefusedError: the workers cannot, and the engine needs other weights before it
-                samples.
-            ReceiptError: see ``Engine``.
+            TransferRefusedError: they cannot, and the engine needs other weights before it samples.
         """
-        self._open()
-        with self._checks_change(handle, version):
-            self._load(handle, version)
-
-    def _load(self, handle: WeightHandle, version: int) -> None:
-        """See ``load``."""
         if isinstance(handle, TransferHandle):
             self._check(handle)
             # Nothing is sampled if these do not arrive, and there is another path.
@@ -787,8 +779,8 @@ class VLLMEngine(VLLMBase):
         self._latest = None
         super().update_weights(weights, version)
 
-    def load(self, handle: WeightHandle, version: int) -> None:
-        super().load(handle, version)
+    def _load(self, handle: WeightHandle, version: int) -> None:
+        super()._load(handle, version)
         # Other transfers can be received only once, and adapters leave the base as it was.
         again = isinstance(handle, DirectHandle) or not isinstance(handle, TransferHandle)
         self._latest = handle if again and self._adapters[0] is None else None

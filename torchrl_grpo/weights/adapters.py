@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_grpo.weights.handle import Sender, Source, WeightHandle
+from torchrl_grpo.weights.handle import Source, WeightHandle
 from torchrl_grpo.weights.named import LoraDelta, TensorStream
+from torchrl_grpo.weights.object_store import ObjectSender
 
 
 @dataclass(frozen=True)
@@ -31,34 +32,21 @@ class AdapterHandle(WeightHandle):
         return self.matrices.weights()
 
 
-class AdapterSender(Sender):
-    """Sender of ``AdapterHandle``s.
-
-    Args:
-        carrier: sends the adapters' matrices; it must keep their dtype.
-    """
-
-    def __init__(self, carrier: Sender) -> None:
-        self._carrier = carrier
+class AdapterSender(ObjectSender):
+    """Sender of ``AdapterHandle``s, in the adapters' own dtype."""
 
     def _content(self, source: Source) -> Iterator[tuple[str, Any]]:
         return source.adapters()
 
     def pack(self, weights: Iterable[tuple[str, LoraDelta]], version: int) -> AdapterHandle:
         deltas = list(weights)
-        layers = tuple((name, delta.scaling) for name, delta in deltas)
         matrices = [
             (f"{name}.{side}", matrix)
             for name, delta in deltas
             for side, matrix in (("A", delta.a), ("B", delta.b))
         ]
-        carried = self._carrier.pack(matrices, version)
+        carried = super().pack(matrices, version)
+        layers = tuple((name, delta.scaling) for name, delta in deltas)
         handle = AdapterHandle(layers, carried)
-        handle.note(receipt_s=carried.receipt_s)
+        handle.note(receipt=carried.receipt, receipt_s=carried.receipt_s)
         return handle
-
-    def release(self, version: int) -> None:
-        self._carrier.release(version)
-
-    def close(self) -> None:
-        self._carrier.close()

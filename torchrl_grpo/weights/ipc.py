@@ -7,7 +7,6 @@ calls packed.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +89,8 @@ class IpcStream(DirectHandle, TransferHandle):
     def updates(self) -> Updates:
         digests = Digests()
         for flat, part in in_parts(on_gpu(self.read()), self.dtype):
-            deque(digests.of(unpacked(flat, part)), maxlen=0)
+            for named in unpacked(flat, part):
+                digests.add(*named)
             yield exported(flat, part)
         self.note(receipt=digests.receipt(), receipt_s=digests.seconds)
 

@@ -114,7 +114,7 @@ def make_sender(
         host: address of this machine for the others.
     """
     if adapters:
-        return AdapterSender(DirectSender() if transfer.kind == "direct" else ObjectSender(None))
+        return AdapterSender(None)
     if transfer.kind == "direct":
         return DirectSender(dtype)
     if transfer.kind == "direct_ipc":

@@ -45,11 +45,8 @@ class LoraDelta:
 @torch.no_grad()
 def merged(weight: Tensor, deltas: Sequence[LoraDelta]) -> Tensor:
     """Add updates to a weight, in its dtype; without any, return the weight itself."""
-    total = None
-    for delta in deltas:
-        added = delta.tensor(weight.dtype)
-        total = added if total is None else total + added
-    return weight if total is None else weight + total
+    total = sum(delta.tensor(weight.dtype) for delta in deltas)
+    return weight + total if deltas else weight
 
 
 def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> TensorStream:

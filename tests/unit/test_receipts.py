@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.models import make_tiny_model
+from tests.support.models import make_lora, make_tiny_model
 from tests.support.training import make_batch, make_trainer
+from tests.support.weights import Trained
 from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.errors import ReceiptError
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.weights import DirectHandle, DirectSender, ObjectSender, named_weights
+from torchrl_grpo.weights.adapters import AdapterHandle, AdapterSender
 from torchrl_grpo.weights.handle import tensor_bytes
 from torchrl_grpo.weights.object_store import PackedWeights
 from torchrl_grpo.weights.receipts import compare, digest
@@ -114,6 +116,18 @@ def test_an_engine_refuses_weights_that_are_not_those_that_were_sent(fault: str)
     with pytest.raises(ReceiptError, match=message):
         engine.load(handle_of(new, **faults), 2)
     engine.load(handle_of(new), 2)
+
+
+def test_an_engine_refuses_adapters_that_are_not_those_that_were_sent() -> None:
+    handle = AdapterSender(None).send(Trained(make_lora(make_tiny_model())), 1)
+    assert isinstance(handle, AdapterHandle) and isinstance(handle.matrices, PackedWeights)
+    engine = TransformersEngine(make_tiny_model())
+    engine.load(handle, 1)
+    (name, dtype, shape, data), *rest = handle.matrices.tensors
+    other = replace(handle, matrices=PackedWeights(((name, dtype, shape, data * 0), *rest)))
+    other.note(receipt=handle.receipt)
+    with pytest.raises(ReceiptError, match=f"1 of them .*: {name} differs"):
+        engine.load(other, 2)
 
 
 def test_an_engine_that_keeps_a_tensor_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

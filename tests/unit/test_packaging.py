@@ -488,3 +488,12 @@ def test_requirements_by_file_lead_to_the_pins_and_this_package(task: str) -> No
 
     found = read(ROOT / "sota" / "grpo" / f"requirements_{task}.txt")
     assert {ROOT / "requirements.txt", ROOT / "constraints.txt", "."} <= found
+
+
+def test_a_merge_has_doubled_nothing_in_the_changelog() -> None:
+    """Merges keep the lines of both sides."""
+    head, *versions = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")
+    assert head.count("The format") == head.count("[semantic]") == 1
+    for version in versions:
+        titles = [line for line in version.splitlines() if line.startswith("### ")]
+        assert len(titles) == len(set(titles)), version.partition("\n")[0]

@@ -383,22 +383,3 @@ def effective_sample_size(ratio_mean: Tensor, ratio_square_mean: Tensor) -> Tens
     return ratio_mean.square() / ratio_square_mean.clamp(
         min=torch.finfo(ratio_square_mean.dtype).tiny
     )
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of the probability that at least one of k samples is correct (arXiv
-    2107.03374).
-
-    Args:
-        num_samples: samples drawn, at least k.
-        num_correct: number of correct samples.
-        k: at least 1.
-
-    Raises:
-        ValueError: ``k > num_samples``.
-    """
-    if not 1 <= k <= num_samples:
-        raise ValueError(
-            f"k={k} must be between 1 and the {num_samples} samples drawn: draw more, or lower k."
-        )
-    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

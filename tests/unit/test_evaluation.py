@@ -22,11 +22,11 @@ from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.functional import pass_at_k
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.host import stalls
 from torchrl_grpo.host.files import read_jsonl
+from torchrl_grpo.intervals import mean_interval
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Problem, Score, Split, Task
@@ -102,6 +102,11 @@ def test_each_response_of_an_evaluation_is_a_sign_of_progress(
     )
 
 
+def intervals(name: str, values: Sequence[float], suffix: str = "") -> dict[str, float]:
+    low, high = mean_interval(values)
+    return {f"eval/ci_low_{name}{suffix}": low, f"eval/ci_high_{name}{suffix}": high}
+
+
 def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> None:
     """Greedy: digits 0, 1, 2 of 5. Of 4 samples, digit d has d right, so only digit 0 has none:
     pass@4 = 4/5.
@@ -114,7 +119,9 @@ def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> 
     assert metrics == {
         "eval/pass@1": pytest.approx(0.6), "eval/reward_mean": pytest.approx(0.6), "eval/response_length": 2.0,
         "eval/truncated": 0.0, "eval/invalid_fraction": 0.0, "eval/pass@4": 0.8, "eval/invalid_fraction@4": 0.0,
+        "eval/avg@4": 0.5, **intervals("pass@1", [1, 1, 1, 0, 0]), **intervals("avg@4", [0, 0.25, 0.5, 0.75, 1]),
     }  # fmt: skip
+    assert [row["correct_of"] for row in rows] == [[int(row["query"]), 4] for row in rows]
     assert {(row["query"], row["correct"]) for row in rows} == {(str(d), d < 3) for d in range(5)}
     assert [row["problem"] for row in rows] == [0, 1, 2, 3, 4]
     again = evaluator.evaluate(sampled=False)[1]
@@ -122,9 +129,11 @@ def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> 
         (row["problem"], row["query"]) for row in rows
     ]
     few = Evaluator(engine, greedy, None, params=SamplingParams(4, stop_token_ids=(1,)), rows=2)
-    assert few.evaluate(sampled=False)[1] == rows[:2]
+    fewer = few.evaluate(sampled=False)[1]
+    assert [row["problem"] for row in fewer if "tokens" in row] == [0, 1]
+    plain = [{**row, "prompt": None, "tokens": None, "correct_of": None} for row in rows]
+    assert [row | {"prompt": None, "tokens": None, "correct_of": None} for row in fewer] == plain
     assert engine.draws == 0  # its random state was restored
-    assert pass_at_k(4, 1, 4) == 1.0
     assert "eval/pass@4" not in evaluator.evaluate(sampled=False)[0]
 
 
@@ -196,9 +205,15 @@ def test_a_further_test_set_has_metrics_of_its_own(tokenizer: PreTrainedTokenize
     accuracy = pytest.approx(0.6)
     values = {"pass@1": accuracy, "reward_mean": accuracy, "pass@4": pytest.approx(0.8), **shared}
     further = {"pass@1": 1.0, "reward_mean": 1.0, "pass@4": 0.5, **shared}
-    assert metrics == {f"eval/{name}": value for name, value in values.items()} | {
-        f"eval/{name}/more": value for name, value in further.items()
-    }
+    values["avg@4"], further["avg@4"] = 0.5, 0.125
+    bounds = intervals("pass@1", [1, 1, 1, 0, 0]) | intervals("avg@4", [0, 0.25, 0.5, 0.75, 1])
+    bounds |= intervals("pass@1", [1, 1], "/more") | intervals("avg@4", [0, 0.25], "/more")
+    assert (
+        metrics
+        == {f"eval/{name}": value for name, value in values.items()}
+        | {f"eval/{name}/more": value for name, value in further.items()}
+        | bounds
+    )
     assert sorted(row["query"] for row in rows if row.get("dataset") == "more") == ["0", "1"]
     assert (
         "eval/pass@1"

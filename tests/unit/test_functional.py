@@ -128,20 +128,6 @@ def test_effective_sample_size_of_equal_and_of_single_weights() -> None:
     )
 
 
-@pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (6, 0, 3), (6, 6, 2), (4, 1, 4)])
-def test_pass_at_k_equals_counting_all_subsets(n: int, c: int, k: int) -> None:
-    from itertools import combinations
-
-    subsets = list(combinations(range(n), k))
-    expected = sum(any(i < c for i in subset) for subset in subsets) / len(subsets)
-    assert F.pass_at_k(n, c, k) == pytest.approx(expected)
-
-
-def test_pass_at_k_wants_enough_samples() -> None:
-    with pytest.raises(ValueError, match="k=3 must be between 1 and the 2 samples"):
-        F.pass_at_k(2, 1, 3)
-
-
 @pytest.mark.parametrize(
     ("mean", "std"), [("median", "group"), ("group", "median"), ("median", "median")]
 )

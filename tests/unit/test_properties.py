@@ -7,7 +7,6 @@ a difference of two of them is either exactly 0 or far above rounding.
 from __future__ import annotations
 
 import math
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -456,12 +455,3 @@ def test_the_effective_sample_size_is_a_share_that_scale_does_not_change(
     assert 1 / len(weights) - 1e-9 <= share <= 1 + 1e-9
     scaled = F.effective_sample_size((factor * w).mean(), (factor * w).square().mean()).item()
     assert scaled == pytest.approx(share)
-
-
-@pytest.mark.parametrize("samples", range(1, 8))
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(samples: int) -> None:
-    for correct in range(samples + 1):
-        for k in range(1, samples + 1):
-            subsets = list(combinations(range(samples), k))
-            right = sum(min(subset) < correct for subset in subsets)
-            assert F.pass_at_k(samples, correct, k) == pytest.approx(right / len(subsets))

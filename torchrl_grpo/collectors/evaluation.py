@@ -1,4 +1,6 @@
-"""Accuracy on a task's test split, and on each data set in it: pass@1 greedy and pass@k sampled."""
+"""Accuracy on a task's test split, and on each data set in it: pass@1 greedy, pass@k and avg@k
+sampled.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from torchrl_grpo import keys
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.summary import ends_of, response_lengths, sample_rows
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.functional import pass_at_k
 from torchrl_grpo.generation.base import Engine, SamplingParams, preserve_rng
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.host import stalls
+from torchrl_grpo.intervals import mean_interval
 
 
 class Evaluator:
@@ -31,12 +33,13 @@ class Evaluator:
         engine: samples the responses; closing it is left to its owner.
         greedy_env: an ``LLMEnv`` over the test split with ``repeats=1``, one row per problem.
         sampled_env: an ``LLMEnv`` with ``repeats=k`` over the same problems, or None without
-            pass@k.
+            samples.
 
     Keyword Args:
-        params: sampling parameters for pass@k; greedy decoding uses them with temperature 0.
+        params: sampling parameters for pass@k and avg@k; greedy decoding uses them with
+            temperature 0.
         further: names of further test sets, which the metrics of the test split leave out.
-        rows: number of problems that get sample rows; None for all.
+        rows: number of problems whose sample rows have their tokens; None for all.
     """
 
     def __init__(
@@ -62,21 +65,27 @@ class Evaluator:
         """Evaluate the engine's current weights.
 
         Args:
-            sampled: whether pass@k is measured too.
+            sampled: whether pass@k and avg@k are measured too.
 
         Returns:
             ``eval/pass@1`` in [0, 1] and ``eval/reward_mean``, both over the valid rewards,
             ``eval/invalid_fraction`` in [0, 1], ``eval/response_length`` in tokens,
-            ``eval/truncated`` in [0, 1] and, with ``sampled``, ``eval/pass@k`` and
-            ``eval/invalid_fraction@k``; the same with ``/name`` for each named data set; and a
-            sample row (greedy) for each of the first problems. A mean over no valid reward is NaN.
+            ``eval/truncated`` in [0, 1] and, with ``sampled``, ``eval/pass@k``, ``eval/avg@k`` and
+            ``eval/invalid_fraction@k``; the 95% intervals of ``pass@1`` and ``avg@k`` over the
+            problems as ``eval/ci_low_pass@1`` and ``eval/ci_high_pass@1``; the same with ``/name``
+            for each named data set; and a sample row (greedy) for each problem, with ``sampled``
+            also with ``correct_of``, its numbers of correct and of valid samples. A mean over no
+            valid reward is NaN.
         """
         with preserve_rng(self.engine):
             batch = self._play(self.greedy_env, self._greedy_policy)
             metrics = self._greedy_metrics(batch)
+            rows = sample_rows(batch, "test", self._rows, tokenizer=self.greedy_env.tokenizer)
             if sampled and self.sampled_env is not None:
-                metrics |= self._pass_at_k(self.sampled_env)
-        return metrics, sample_rows(batch, "test", self._rows, tokenizer=self.greedy_env.tokenizer)
+                sampled_metrics, counts = self._sampled_metrics(self.sampled_env)
+                metrics |= sampled_metrics
+                rows = [row | {"correct_of": counts[row["problem"]]} for row in rows]
+        return metrics, rows
 
     def _play(self, env: LLMEnv, policy: GenerationPolicy) -> TensorDictBase:
         env.set_seed(0)
@@ -104,7 +113,7 @@ class Evaluator:
         for suffix, rows in self._sets(batch):
             scored = rows[valid[rows]]
             metrics |= {
-                f"eval/pass@1{suffix}": correct[scored].mean().item(),
+                **_with_interval(f"pass@1{suffix}", correct[scored]),
                 f"eval/reward_mean{suffix}": reward[scored].mean().item(),
                 f"eval/invalid_fraction{suffix}": (~valid[rows]).double().mean().item(),
                 f"eval/response_length{suffix}": lengths[rows].mean().item(),
@@ -112,23 +121,22 @@ class Evaluator:
             }
         return metrics
 
-    def _pass_at_k(self, env: LLMEnv) -> dict[str, float]:
-        """Return pass@k over the problems that have a valid sample, computed from valid samples
-        only.
+    def _sampled_metrics(self, env: LLMEnv) -> tuple[dict[str, float], list[list[int]]]:
+        """Return pass@k and avg@k over the problems that have a valid sample, computed from valid
+        samples only, and the number of correct and of valid samples of each problem.
         """
         k = env.repeats
         batch = ends_of(self._play(env, self._sampling_policy))
         valid = batch.get(keys.REWARD_VALID).reshape(-1, k)
-        right = (batch.get(keys.CORRECT).reshape(-1, k) & valid).sum(-1).tolist()
-        counts = zip(valid.sum(-1).tolist(), right, strict=True)
-        solved = torch.tensor(
-            [pass_at_k(n, c, n) if n else 0.0 for n, c in counts], dtype=torch.float64
-        )
+        right = (batch.get(keys.CORRECT).reshape(-1, k) & valid).sum(-1)
+        drawn = valid.sum(-1)
         metrics: dict[str, float] = {}
         for suffix, rows in self._sets(batch[::k]):
-            metrics[f"eval/pass@{k}{suffix}"] = solved[rows[valid[rows].any(-1)]].mean().item()
+            scored = rows[drawn[rows] > 0]
+            metrics[f"eval/pass@{k}{suffix}"] = (right[scored] > 0).double().mean().item()
+            metrics |= _with_interval(f"avg@{k}{suffix}", right[scored] / drawn[scored])
             metrics[f"eval/invalid_fraction@{k}{suffix}"] = (~valid[rows]).double().mean().item()
-        return metrics
+        return metrics, torch.stack((right, drawn), 1).tolist()
 
     def _sets(self, batch: TensorDictBase) -> list[tuple[str, Tensor]]:
         """Return the rows of the task's own test split and of each data set, with the suffix of
@@ -144,3 +152,10 @@ class Evaluator:
         return [
             (suffix, torch.tensor(rows)) for suffix, rows in ({"": own_rows} | sets).items() if rows
         ]
+
+
+def _with_interval(name: str, values: Tensor) -> dict[str, float]:
+    """Return the mean over problems and its 95% interval as metrics."""
+    low, high = mean_interval(values.tolist())
+    mean = values.mean().item()
+    return {f"eval/{name}": mean, f"eval/ci_low_{name}": low, f"eval/ci_high_{name}": high}

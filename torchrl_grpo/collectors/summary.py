@@ -29,7 +29,8 @@ _LONGEST_CHARACTER = 4
 
 
 _OF_SAMPLES = tuple(
-    f"rollout/{name}" for name in ("reward_", "accuracy", "advantage_", "zero_variance", "repeated")
+    f"rollout/{name}"
+    for name in ("reward_", "accuracy", "advantage_", "zero_variance", "repeated", "length_")
 )
 
 
@@ -47,6 +48,7 @@ def rollout_metrics(batch: TensorDictBase, *, sampled: bool = True) -> dict[str,
     samples, batch, lengths = batch, ends_of(batch), response_lengths(batch)
     valid = batch.get(keys.REWARD_VALID).reshape(-1)
     reward = batch.get(keys.REWARD).reshape(-1).float()[valid]
+    scored_lengths = lengths[valid]
     advantage = pad(samples, keys.ADVANTAGE)  # one for each sequence or token
     mask = pad(samples, keys.ASSISTANT_MASK, False)
     is_per_token = advantage.shape[-1] > 1
@@ -66,6 +68,9 @@ def rollout_metrics(batch: TensorDictBase, *, sampled: bool = True) -> dict[str,
         "advantage_max": valid_advantages.max() if len(valid_advantages) else math.nan,
         "response_length": lengths.mean(),
         "response_length_max": lengths.max(),
+        "length_correlation": torch.cosine_similarity(
+            reward - reward.mean(), scored_lengths - scored_lengths.mean(), dim=0
+        ),
         "truncated": batch.get(keys.TRUNCATED).float().mean(),
         "zero_variance_groups": (~signal).float().mean(),
         "repeated": _repeated(samples, group.tolist()),
@@ -172,6 +177,7 @@ def sample_rows(
         batch: a collector's flat batch.
         split: ``"train"`` or ``"test"``.
         max_rows: maximum number of rows, rounded up to whole groups; groups with scores come first.
+            Of a test set, further rows follow without prompt and tokens.
         tokenizer: decodes the prompt and each token; None leaves both out.
         version: version of the weights that trained the batch, for the staleness.
         scores: function from a position in the batch to further per-token numbers of its sequence,
@@ -187,7 +193,8 @@ def sample_rows(
     out = []
     rows = batch.unbind(0)
     for position, (row, siblings) in enumerate(zip(rows, _siblings(batch), strict=True)):
-        if groups[position] not in chosen_groups:
+        is_chosen = groups[position] in chosen_groups
+        if split == "train" and not is_chosen:
             continue
         entry = _sample(row, split, rows[siblings[-1]])
         if not sampled:
@@ -201,7 +208,7 @@ def sample_rows(
             if version is not None:
                 sampled_by = row.get(keys.POLICY_VERSION).item()
                 entry |= {"version": sampled_by, "staleness": version - sampled_by}
-        if tokenizer is not None:
+        if tokenizer is not None and is_chosen:
             prompt = row[keys.FULL][: len(row[keys.FULL]) - len(row[keys.RESPONSE])]
             entry["prompt"] = prompt_text(Prompt(prompt, _own_images(row)), tokenizer.decode)
             if spans := images_of_row(row):

@@ -79,8 +79,8 @@ def points(before: float, after: float) -> str:
 
 
 def accuracy(metrics: Mapping[str, Any], name: str, decoding: str = "") -> str:
-    """Format an ``eval/pass@*`` metric, its share of invalid rewards, and the mean reward if it
-    differs.
+    """Format an ``eval/pass@*`` or ``eval/avg@*`` metric, its share of invalid rewards, the mean
+    reward if it differs, and the interval of an average.
 
     >>> accuracy({"eval/pass@1": 0.125, "eval/reward_mean": 0.5}, "eval/pass@1")
     '12.5% (mean reward 0.5)'
@@ -90,10 +90,15 @@ def accuracy(metrics: Mapping[str, Any], name: str, decoding: str = "") -> str:
     """
     if metrics[name] is None or math.isnan(metrics[name]):
         return "no valid reward"
-    k, slash, dataset = name.removeprefix("eval/pass@").partition("/")
+    k, slash, dataset = name.partition("@")[2].partition("/")
     invalid = metrics.get(f"eval/invalid_fraction{'' if k == '1' else f'@{k}'}{slash}{dataset}")
     reward = metrics.get(f"eval/reward_mean{slash}{dataset}") if k == "1" else None
     notes = [f"{percent(invalid)} invalid"] if invalid else []
+    if "/avg@" in name:
+        notes.append(
+            f"95%: {percent(metrics[name.replace('/', '/ci_low_', 1)])} to "
+            f"{percent(metrics[name.replace('/', '/ci_high_', 1)])}"
+        )
     if reward is not None and not math.isclose(reward, metrics[name], abs_tol=1e-6):
         notes.append(f"mean reward {number(reward)}")
     words = [percent(metrics[name]), decoding, f"({', '.join(notes)})" if notes else ""]

@@ -232,7 +232,7 @@ class Console(AbstractContextManager["Console"]):
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the ``eval/*`` metrics of the test split in one line; step 0 is before training."""
-        accuracies = [name for name in metrics if name.startswith("eval/pass@")]
+        accuracies = [name for name in metrics if name.startswith(("eval/pass@", "eval/avg@"))]
         parts = [
             f"{name.removeprefix('eval/')} {accuracy(metrics, name, decoding(name))}"
             for name in accuracies

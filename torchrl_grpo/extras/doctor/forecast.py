@@ -154,8 +154,8 @@ def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
     batch = config.dialog_turns_per_batch
     group = config.env.repeats
     train_rows = min(batch, -(-(logging.train_rows or batch) // group) * group)
-    test_rows = min(evaluation.num_prompts, logging.test_rows or evaluation.num_prompts)
-    rows = steps // logging.sample_frequency * train_rows + (between + evaluations) * test_rows
+    rows = steps // logging.sample_frequency * train_rows
+    rows += (between + evaluations) * evaluation.num_prompts
     other = rows * measured.sample_bytes
     other += steps * (_ROW_BYTES + logging.tensorboard * _TENSORBOARD_BYTES) + _REPORT_BYTES
     longest = config.max_response_tokens

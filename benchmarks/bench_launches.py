@@ -116,12 +116,10 @@ def use_token(side: str, args: argparse.Namespace, folder: str) -> Run:
     @torch.no_grad()
     def start() -> Any:
         if side == "ours":
-            batch: Any = FusedDecoder(model).start(args.responses[1])
+            decoder = FusedDecoder(model)
+            decoder.static = True
+            batch: Any = decoder.start(args.responses[1])
             batch.add(prompts, rows // args.groups)
-            while batch._room <= own:  # as if so many tokens had been drawn
-                batch._length = batch._room
-                batch._move(rows)
-            batch._length = own
             return batch
         ids = torch.stack(prompts).repeat_interleave(rows // args.groups, 0)
         ids = torch.cat([ids, ids.new_full((rows, own), 3)], 1)
@@ -132,8 +130,8 @@ def use_token(side: str, args: argparse.Namespace, folder: str) -> Run:
     @torch.no_grad()
     def run() -> None:
         if side == "ours":
+            started._length = args.prompt + own  # as if so many tokens had been drawn
             sample(started.step(tokens), params, uniform)
-            started._length = own
         else:
             logits = model(tokens[:, None], past_key_values=started, use_cache=True).logits[:, -1]
             logits.float().softmax(-1).multinomial(1)

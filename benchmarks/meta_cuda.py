@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -39,6 +40,8 @@ _READS = (
 )  # fmt: skip
 """Operations that wait for the device, besides copies, and indices that are masks."""
 _INDEXING = (aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_)
+_WRITES_AT = (aten.index_put_, aten._index_put_impl_)
+"""Operations that write no more than the values they get, whatever tensor these are in."""
 _FILLS: dict[Any, int] = {aten.ones_like: 1, aten.new_ones: 1}
 _TENSORS_PER_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 """Tensors that a launch of an operation on lists of tensors takes, by the number of lists."""
@@ -91,6 +94,8 @@ class MetaCuda(TorchDispatchMode):
         for owner, name, value in (
             (attention, "_has_varlen", lambda query: query.itemsize == 2),
             (fused_decoder.FusedDecoder, "logits", _head_logits),
+            (torch.cuda, "CUDAGraph", partial(_Graph, self)),
+            (torch.cuda, "graph", self._capture),
             (torch, "sparse_coo_tensor", _SparseOnCard.make),
             (compiled.Compiled, "__call__", lambda *args: self._run_compiled(*args)),
             (head, "MAX_CHUNK_ELEMENTS", dict.fromkeys(head.MAX_CHUNK_ELEMENTS, 2**27)),
@@ -135,6 +140,14 @@ class MetaCuda(TorchDispatchMode):
                 )
         return out
 
+    @contextmanager
+    def _capture(self, graph: _Graph, *args: Any, **kwargs: Any) -> Iterator[None]:
+        before = self.launches, self.traffic, self.flops
+        self.launches, self.traffic, self.flops = Counter(), Counter(), Counter()
+        yield
+        graph.traffic, graph.flops = self.traffic, self.flops
+        self.launches, self.traffic, self.flops = before
+
     def _run_compiled(self, function: compiled.Compiled, *args: Any) -> Any:
         launches, traffic = self.launches.copy(), self.traffic.copy()
         nbytes = sum(tensor.nbytes for tensor in _tensors(args))
@@ -150,7 +163,26 @@ class MetaCuda(TorchDispatchMode):
         on_lists = lists and str(packet).startswith(("aten._foreach_", "aten._fused_"))
         of_one = 2 if packet in _FILLED_FIRST else 1
         self.launches[str(packet)] += _launches_on_lists(lists) if on_lists else of_one
+        if packet in _WRITES_AT:
+            tensors = [args[2], *tensors[1:-1]]
         self.traffic[str(packet)] += sum(tensor.nbytes for tensor in tensors)
+
+
+class _Graph:
+    """A CUDA graph, whose replay is one launch."""
+
+    def __init__(self, card: MetaCuda) -> None:
+        self.card = card
+        self.traffic, self.flops = Counter[str](), Counter[str]()
+
+    def replay(self) -> None:
+        """Count the launch, and what the kernels read, write and compute."""
+        self.card.launches["CUDA graph"] += 1
+        self.card.traffic.update(self.traffic)
+        self.card.flops.update(self.flops)
+
+    def pool(self) -> None:
+        """Return no pool."""
 
 
 class _OnCard(Tensor):

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchrl import torchrl_logger
 from transformers import PreTrainedModel
 
 from torchrl_grpo.compat.torch import pack_linear, packed_linear, packs_linear, version_of
@@ -125,7 +126,11 @@ def can_fuse(model: PreTrainedModel) -> bool:
 
 
 class FusedDecoder(Decoder):
-    """Decodes with fused weights and a static cache; prompts are padded on the right.
+    """Decodes with fused weights; prompts are padded on the right.
+
+    Attributes:
+        static: whether steps have the few shapes that CUDA graphs need; False once a graph could
+            not be captured.
 
     Args:
         model: a model that :func:`can_fuse` accepts; its projections become views of the fused
@@ -144,6 +149,7 @@ class FusedDecoder(Decoder):
         self._lm_head = model.lm_head
         self._layers = [_Layer(layer) for layer in body.layers]
         self._head = _join(model.lm_head)
+        self.static = self.device.type == "cuda"
 
     @property
     def device(self) -> torch.device:
@@ -154,7 +160,7 @@ class FusedDecoder(Decoder):
         for layer in self._layers:
             for linear in layer.linears:
                 linear.refresh()
-        return _FusedBatch(self, max_new_tokens)
+        return (_StaticBatch if self.static else _FusedBatch)(self, max_new_tokens)
 
     def cache_bytes(self, prompt_length: int, n: int, max_new_tokens: int) -> int:
         per_token = (
@@ -164,7 +170,7 @@ class FusedDecoder(Decoder):
             * self.head_dim
             * self._lm_head.weight.dtype.itemsize
         )
-        return (prompt_length + n * max_new_tokens) * per_token
+        return (prompt_length * (n if self.static else 1) + n * max_new_tokens) * per_token
 
     def empty_cache(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """Return empty tensors for a layer's keys, [rows, Hkv, D, length], and values, [rows, Hkv,
@@ -179,16 +185,13 @@ class FusedDecoder(Decoder):
             *shape, length, self.head_dim
         )
 
-    def rotary(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and signed sines of positions 0 to ``length - 1``, each [length, 1, D].
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and signed sines of positions, [N] int64, each [N, 1, D].
 
         The rotation is ``x * cos + roll(x, D / 2) * sin``: the sines of the first half have their
         sign already.
         """
-        weight = self._lm_head.weight
-        cos, sin = self._body.rotary_emb(
-            weight, torch.arange(length, device=weight.device).unsqueeze(0)
-        )
+        cos, sin = self._body.rotary_emb(self._lm_head.weight, positions.unsqueeze(0))
         sin[..., : self.head_dim // 2].neg_()
         return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
 
@@ -276,7 +279,8 @@ class _FusedBatch(Batch):
             self._prompts[layer] = wider
         if width > self._width:
             self._width = width
-            self._cos, self._sin = decoder.rotary(width + self._max_new_tokens)
+            positions = torch.arange(width + self._max_new_tokens, device=decoder.device)
+            self._cos, self._sin = decoder.rotary(positions)
         at_once = max(1, _PREFILL_TOKENS // width)
         slices = range(0, len(prompts), at_once)
         logits = torch.cat([self._prefill(texts[i : i + at_once], old + i) for i in slices])
@@ -416,10 +420,8 @@ class _FusedBatch(Batch):
         return self._decoder.logits(self._decoder.forward(tokens, cos, sin, attend))
 
     def keep(self, rows: Tensor) -> None:
-        moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero().squeeze(-1)
-        for keys, values in self._own:
-            keys, values = keys[..., : self._length], values[:, :, : self._length]
-            keys[moved], values[moved] = keys[rows[moved]], values[rows[moved]]
+        used = slice(self._length)
+        _move_rows(rows, *(m for k, v in self._own for m in (k[..., used], v[:, :, used])))
         self._positions, self._starts = self._positions[rows], self._starts[rows]
         groups, group = self._group[rows].unique(return_inverse=True)
         if len(groups) < len(self._lengths):
@@ -427,6 +429,100 @@ class _FusedBatch(Batch):
             for layer, (keys, values) in enumerate(self._prompts):
                 self._prompts[layer] = keys[groups], values[groups]
         self._arrange(group)
+
+
+class _StaticBatch(_FusedBatch):
+    """Rows in flight whose steps have few shapes, on memory that stays where it is, so that each
+    shape is a CUDA graph: one launch instead of hundreds.
+
+    Each row has one cache of its final size, with a copy of its prompt's keys and values. A step
+    computes a power of 2 of rows, over a multiple of ``_BLOCK`` columns. The first step of a shape
+    runs without a graph, and then a graph is captured for the next ones. Graphs end with the batch:
+    to capture one takes as long as a few steps without, and the next batch has other sizes and
+    adapters.
+
+    Attributes:
+        rows: number of rows.
+    """
+
+    rows = 0
+
+    def add(self, prompts: Sequence[Tensor | Prompt], n: int) -> Tensor:
+        decoder, first, end = self._decoder, self.rows, self.rows + len(prompts) * n
+        eager = _FusedBatch(decoder, 0)
+        logits, width = eager.add(prompts, 1), eager._width
+        if not first:
+            columns = (width + self._max_new_tokens) // _BLOCK * _BLOCK + _BLOCK
+            # Later additions may fill the memory, and what is left of it is less than a group.
+            shape = end + n, decoder.num_layers, decoder.kv_heads, columns, 2 * decoder.head_dim
+            self._cache = eager._cos.new_empty(shape)
+            # The latest token of each row and its position.
+            self._state = eager._positions.new_zeros(end + n, 2)
+            self._graphs: dict[Any, Any] = {}
+        new = self._cache[first:end].zero_()  # masked values must still be finite
+        for layer, (keys, values) in enumerate(eager._prompts):
+            pair = torch.cat((keys.mT, values), -1)
+            new[:, layer, :, :width] = pair.repeat_interleave(n, 0)
+        self._state[first:end, 1] = eager._positions.repeat_interleave(n)
+        self.rows, self._length = end, max(self._length, width)
+        return logits
+
+    def keep(self, rows: Tensor) -> None:
+        self.rows = len(rows)
+        _move_rows(rows, self._cache, self._state)
+        self._length = int(self._state[: self.rows, 1].max())
+
+    def step(self, tokens: Tensor) -> Tensor:
+        decoder, rows = self._decoder, self.rows
+        self._state[rows:] = 0
+        self._state[:rows, 0] = tokens
+        columns = self._length // _BLOCK * _BLOCK + _BLOCK
+        key = min(1 << (rows - 1).bit_length(), len(self._state)), columns
+        self._length += 1
+        if key in self._graphs:
+            graph, hidden = self._graphs[key]
+            graph.replay()
+        else:
+            hidden = self._advance(*key)
+            if decoder.static:
+                try:
+                    graph = torch.cuda.CUDAGraph()
+                    pool = next((graph.pool() for graph, _ in self._graphs.values()), None)
+                    with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+                        captured = self._advance(*key)
+                    self._graphs[key] = graph, captured
+                except RuntimeError as error:
+                    decoder.static = False
+                    torchrl_logger.warning(f"sampling is slower without CUDA graphs: {error}")
+        return decoder.logits(hidden[:rows])
+
+    def _advance(self, rows: int, columns: int) -> Tensor:
+        """Return the next hidden states of the first rows, [rows, hidden size]."""
+        decoder = self._decoder
+        tokens, positions = self._state[:rows].T
+        each = torch.arange(rows, device=tokens.device)
+        mask = torch.arange(columns, device=tokens.device) <= positions[:, None, None, None]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache = self._cache[:rows, layer, :, :columns]
+            cache[each, :, positions] = torch.cat((k, v), -1)
+            # The query heads that share a key-value head are its query positions.
+            q = q.unflatten(1, (decoder.kv_heads, -1))
+            scale = decoder.scaling
+            return F.scaled_dot_product_attention(
+                q, *cache.chunk(2, -1), mask, scale=scale
+            ).flatten(1)
+
+        hidden = decoder.forward(tokens, *decoder.rotary(positions), attend)
+        positions += 1
+        return hidden
+
+
+def _move_rows(rows: Tensor, *memories: Tensor) -> None:
+    """Row ``rows[i]`` of each memory becomes row ``i``."""
+    moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero().squeeze(-1)
+    for memory in memories:
+        memory[moved] = memory[rows[moved]]
 
 
 def _join(*linears: nn.Linear) -> PackedLinear:

@@ -28,7 +28,6 @@ from tests.support.weights import Trained
 from torchrl_grpo.generation import Completion, SamplingParams, TransformersEngine
 from torchrl_grpo.generation.fused_decoder import FusedDecoder, _StaticBatch
 from torchrl_grpo.generation.stops import StopStrings
-from torchrl_grpo.weights import ObjectSender
 from torchrl_grpo.weights.adapters import AdapterSender
 
 SIZES: dict[str, Any] = {
@@ -158,7 +157,7 @@ def test_graphs_draw_what_growing_caches_draw(
     params = SamplingParams(50, stop_token_ids=tuple(range(5, 12)))
     for version in (0, 1):
         if version:
-            sender = AdapterSender(ObjectSender(None))
+            sender = AdapterSender(None)
             handle = sender.send(Trained(make_lora(deepcopy(base))), version)
             for engine in engines:
                 engine.load(handle, version)
@@ -206,15 +205,15 @@ def test_without_graphs_sampling_goes_on_and_says_so_once(monkeypatch: pytest.Mo
     assert not engines[1].decoder.static
 
 
-@torch.inference_mode()
 def test_spare_rows_stay_within_the_cache() -> None:
     """The fourth row, which is longer than the others, is dropped, and its place is computed."""
     decoder, batches = make_engine(make_tiny_model(), static=True).decoder, []
-    for static in (True, False):
-        decoder.static = static
-        batches.append(decoder.start(20))
-        batches[-1].add(make_prompts(3, 3, 3, 60), 1)
-        batches[-1].keep(torch.arange(3))
-    for token in range(5, 15):
-        static, growing = (batch.step(torch.full((3,), token)) for batch in batches)
-        torch.testing.assert_close(static, growing, rtol=0, atol=2e-5)
+    with torch.inference_mode():
+        for static in (True, False):
+            decoder.static = static
+            batches.append(decoder.start(20))
+            batches[-1].add(make_prompts(3, 3, 3, 60), 1)
+            batches[-1].keep(torch.arange(3))
+        for token in range(5, 15):
+            some, others = (batch.step(torch.full((3,), token)) for batch in batches)
+            torch.testing.assert_close(some, others, rtol=0, atol=2e-5)

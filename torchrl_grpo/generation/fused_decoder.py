@@ -454,8 +454,9 @@ class _StaticBatch(_FusedBatch):
         if not first:
             columns = (width + self._max_new_tokens) // _BLOCK * _BLOCK + _BLOCK
             # Later additions may fill the memory, and what is left of it is less than a group.
-            shape = end + n, decoder.num_layers, decoder.kv_heads, columns, 2 * decoder.head_dim
-            self._cache = eager._cos.new_empty(shape)
+            self._cache = eager._cos.new_empty(
+                end + n, decoder.num_layers, decoder.kv_heads, columns, 2 * decoder.head_dim
+            )
             # The latest token of each row and its position.
             self._state = eager._positions.new_zeros(end + n, 2)
             self._graphs: dict[Any, Any] = {}
@@ -508,9 +509,9 @@ class _StaticBatch(_FusedBatch):
             cache[each, :, positions] = torch.cat((k, v), -1)
             # The query heads that share a key-value head are its query positions.
             q = q.unflatten(1, (decoder.kv_heads, -1))
-            scale = decoder.scaling
+            keys, values = cache.chunk(2, -1)
             return F.scaled_dot_product_attention(
-                q, *cache.chunk(2, -1), mask, scale=scale
+                q, keys, values, mask, scale=decoder.scaling
             ).flatten(1)
 
         hidden = decoder.forward(tokens, *decoder.rotary(positions), attend)

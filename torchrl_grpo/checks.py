@@ -90,6 +90,7 @@ RewardCombination = Literal["sum", "gdpo"]
 AdvantageLevel = Literal["sequence", "token", "turn"]
 """Units that get an advantage each."""
 TurnCredit = Literal["sum", "per_turn"]
+Abandoned = Literal["train", "drop"]
 """Credit of a turn: the dialog's reward, or the rewards from the turn on."""
 
 Optimizer = Literal["adamw", "adamw_8bit"]

@@ -69,7 +69,8 @@ the environment; read by ``GroupAdvantage``, ``RewardShaping``, metrics.
 """
 TURN_REWARDS = ("next", "turn_rewards")
 """[T] float64. Reward of each turn, at the last token that the turn sampled; only if a dialog of
-the rollout had several turns. Written by the collector; read by ``GroupAdvantage``,
+the rollout had several turns. In a trajectory of several samples, each may have all that followed
+its last turn. Written by the collector; read by ``GroupAdvantage``,
 ``RewardShaping``, metrics.
 """
 SHAPED_REWARD = ("next", "shaped_reward")

@@ -23,9 +23,9 @@ def agent_task(program: Any, reward: str | None = None) -> WithAgent:
     return WithAgent(task, program if isinstance(program, Program) else Function(program))
 
 
-def own_score(reward: float) -> Score:
-    """Return the score of an agent that reports this reward."""
-    return Score(reward, reward >= 1, {"agent": reward})
+def own_score(reward: float, *turns: float | None) -> Score:
+    """Return the score of an agent that reports this reward, with credits of its turns."""
+    return Score(reward, reward >= 1, {"agent": reward}, turns=turns)
 
 
 def played(

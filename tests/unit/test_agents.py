@@ -205,7 +205,7 @@ def test_a_stream_has_the_same_text_calls_and_usage():
 
     replies = iter([f"Adding. {CALL}", " 3"])
     turns, end = played(agent_task(play), lambda turn: next(replies))
-    assert end.score == own_score(1.0)
+    assert end.score == own_score(1.0, 1.0, 1.0)
     assert turns[1].messages == [{"role": "", "content": "1, 2,"}]
 
 
@@ -481,7 +481,7 @@ def test_requests_at_the_same_time_are_answered_in_turn():
 
     turns, end = played(agent_task(play), lambda turn: turn.messages[0]["content"].upper())
     assert sorted(turn.messages[0]["content"] for turn in turns) == ["a", "b", "c"]
-    assert end.score == own_score(1.0)
+    assert end.score == own_score(1.0, 1.0, 1.0, 1.0)
 
 
 def test_without_a_reward_of_its_own_an_agent_is_scored_by_the_task():
@@ -503,7 +503,7 @@ def test_an_agent_that_asks_too_often_is_refused_and_truncated():
         return replies / 4
 
     _, end = played(agent_task(play), lambda turn: "yes", turns=2)
-    assert end == Turn([], own_score(0.5))  # messages: it would have continued
+    assert end == Turn([], own_score(0.5, 0.5, 0.5))  # messages: it would have continued
 
 
 def test_a_chat_without_room_is_refused_and_scored_by_the_task():

@@ -118,6 +118,7 @@ def make_task(
         task = load_extra("agent")(
             task,
             env.agent,
+            env.abandoned == "drop",
             _tool_parser(env),
             env.max_image_pixels,
             tokenizer,
@@ -174,7 +175,7 @@ def _make_verifiers(env: EnvConfig, tests: Sequence[DatasetConfig]) -> Task:
     name = env.task.removeprefix(checks.VERIFIERS)
     options = env.dataset_options or {}
     task: Task = load_extra("verifiers")(
-        name, options, env.max_turns, env.max_samples, _tool_parser(env)
+        name, options, env.max_turns, env.max_samples, _tool_parser(env), env.abandoned == "drop"
     )
     _check_parts(env, {task.name: task})
     return task

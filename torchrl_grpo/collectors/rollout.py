@@ -561,7 +561,8 @@ def _trajectories(
         trajectory.set(keys.REWARD_VALID, valid)
         trajectory.set(keys.NEXT_POLICY_VERSION, turns[-1].get(keys.POLICY_VERSION))
         for sample in samples[number]:
-            part = _merge([turns[turn] for turn in sample.turns], sample.rewards)
+            of_sample = [turns[turn] for turn in sample.turns]
+            part = _merge(of_sample, sample.rewards, state.outcome.credits_turns)
             part = trajectory.copy().update(part).set(keys.RESPONSE_TEXT, sample.text)
             if several:
                 part.set(keys.TRAJECTORY, trajectory.get(keys.GROUP_ID) * _MOST_ROWS + number)
@@ -571,9 +572,16 @@ def _trajectories(
     return parts
 
 
-def _merge(turns: list[TensorDictBase], task_rewards: Sequence[float | None]) -> TensorDictBase:
+def _merge(
+    turns: list[TensorDictBase], task_rewards: Sequence[float | None], credits_turns: bool
+) -> TensorDictBase:
     """Join a dialog's turns into one sequence. The tokens of each turn begin with all tokens of the
     turn before it.
+
+    Args:
+        turns: the transitions of the turns.
+        task_rewards: the task's reward of each turn.
+        credits_turns: whether these are all that the turns get.
     """
     full = turns[-1].get(keys.FULL)
     prompt = turns[0].get(keys.PROMPT)
@@ -586,7 +594,9 @@ def _merge(turns: list[TensorDictBase], task_rewards: Sequence[float | None]) ->
     rewards = torch.zeros(full.shape, dtype=torch.float64)
     shares = [float(turn.get(keys.REWARD)) for turn in turns]
     turn_rewards = [reward or 0.0 for reward in task_rewards]
-    if any(turn_rewards):
+    if credits_turns:
+        shares = turn_rewards
+    elif any(turn_rewards):
         # The rest is a score in addition to the turn rewards, or rounding.
         *earlier, last = shares
         rest = last - sum(turn_rewards)

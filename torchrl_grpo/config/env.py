@@ -87,6 +87,9 @@ class EnvConfig(DataConfig):
     an async def play(client, problem), or a command line such as "python solve.py"
     (docs/agents.md). Each request is a turn of the policy. Agents run in reward workers, at least
     one of which is then started."""
+    abandoned: str = choice(checks.Abandoned, "train")
+    """agent: whether turns from which the agent went back, to ask again or otherwise, are trained
+    (docs/agents.md)."""
     transforms: list[dict[str, Any]] = field(default_factory=list)
     """TorchRL's transforms to append to each environment, in order, with arguments next to their
     _target_, such as [{_target_: torchrl.envs.StepCounter}]; docs/torchrl.md says which work. They
@@ -274,6 +277,12 @@ RULES = (
         "and {env.task=} exclude each other",
         "set only one of them",
         lambda c: c.env.agent is not None and isinstance(c.env.task, str),
+    ),
+    Rule(
+        "env.abandoned",
+        "needs env.agent, or env.task=verifiers:NAME",
+        "set one of them, or leave it out",
+        lambda c: c.env.abandoned == "drop" and not c.env.player,
     ),
     Rule(
         "env.difficulty_filter",

@@ -341,15 +341,11 @@ RULES = (
             ("env.environment", "whose prompts are not the rows'"),
         )
     ),
-    *(
-        Rule(
-            key,
-            "must be left out with {env.player}, because the samples of its trajectories are not "
-            "ordered",
-            "use one advantage for each trajectory",
-            "env.player",
-        )
-        for key in ("policy.turn_credit", "policy.advantage_level")
+    Rule(
+        "policy.advantage_level",
+        "must be left out with {env.player}, because the samples of its trajectories are not ordered",
+        "use policy.turn_credit=per_turn, or one advantage for each trajectory",
+        "env.player",
     ),
     Rule(
         "env.reward_combination",

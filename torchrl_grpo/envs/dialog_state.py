@@ -14,7 +14,7 @@ from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, TurnLimits
 from torchrl_grpo.tasks.drawing import Drawn
 
 LOST = -1
-"""Sample number of an undelivered turn, which belongs to no sample."""
+"""Sample number of a turn that belongs to no sample, such as an undelivered one."""
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Outcome:
     feedback: str = ""
     valid: bool = True
     error: str = ""
+    credits_turns: bool = False
     terminated: bool = False
     truncated: bool = False
 
@@ -178,6 +179,11 @@ class DialogState:
     def score(self, score: Score, *, truncated: bool) -> None:
         """End the dialog with a score."""
         self.outcome = Outcome(score.reward, score.correct, dict(score.parts), score.feedback)
+        self.outcome.credits_turns = bool(score.turns)
+        for turn, reward in enumerate(score.turns):
+            self.turn_rewards[turn] = reward
+            if reward is None:
+                self.turn_samples[turn] = LOST
         self.end(truncated=truncated)
 
     def invalidate(self, error: str, *, truncated: bool) -> None:

@@ -140,7 +140,7 @@ class Verifiers(Program):
         _library()  # takes seconds, which the first episode should not wait for
 
     def start(
-        self, problem: Mapping[str, Any], url: str, key: str
+        self, problem: Mapping[str, Any], url: str, key: str, reward: Callable[..., None]
     ) -> tuple[Future[float | None], Callable[[], None]]:
         if self._loop is None or not _is_responsive(self._loop):
             self._serve()
@@ -239,6 +239,7 @@ def make_task(
     max_turns: int,
     max_samples: int | None,
     parser: Parser | None,
+    drops_abandoned: bool,
 ) -> WithAgent:
     """Return the task that an environment plays, after reading its problems.
 
@@ -248,6 +249,7 @@ def make_task(
         max_turns: turns of the policy.
         max_samples: maximum number of problems.
         parser: finds tool calls in the policy's text.
+        drops_abandoned: see ``WithAgent``.
 
     Raises:
         ValueError: see ``make_config``.
@@ -255,7 +257,7 @@ def make_task(
     config = make_config(name, options, max_turns)
     task = VerifiersTask(config, max_samples)
     task.problems("train")
-    return WithAgent(task, Verifiers(config), parser)
+    return WithAgent(task, Verifiers(config), parser, drops_abandoned=drops_abandoned)
 
 
 def make_config(name: str, options: Mapping[str, Any], max_turns: int) -> Any:

@@ -110,9 +110,10 @@ def _check_turn(turn: Turn | Exception, task: Task) -> Turn | Failure:
             part = f"the part {name} of {task.name!r}"
             parts[str(name)] = None if value is None else check_reward(value, part)
         reward = check_reward(turn.score.reward, f"the reward of {task.name!r}")
-        return replace(
-            turn, score=Score(reward, bool(turn.score.correct), parts, str(turn.score.feedback))
-        )
+        what = f"the reward of a turn of {task.name!r}"
+        turns = tuple(v if v is None else check_reward(v, what) for v in turn.score.turns)
+        correct, feedback = bool(turn.score.correct), str(turn.score.feedback)
+        return replace(turn, score=Score(reward, correct, parts, feedback, turns))
     except Exception as error:
         return Failure.of(error)
 
@@ -133,7 +134,8 @@ def _to_json(turn: Turn | Failure) -> str:
         return json.dumps(vars(turn))
     fields = vars(turn) | {
         "messages": None if turn.messages is None else list(turn.messages),
-        "score": turn.score and vars(turn.score) | {"parts": dict(turn.score.parts)},
+        "score": turn.score
+        and vars(turn.score) | {"parts": dict(turn.score.parts), "turns": list(turn.score.turns)},
         "counts": {str(name): float(count) for name, count in turn.counts.items()},
         "tools": None if turn.tools is None else list(turn.tools),
         "limits": vars(turn.limits),
@@ -189,7 +191,13 @@ def _from_json(fields: dict[str, Any]) -> Turn | Failure:
     score, limits = fields["score"], fields["limits"]
     if score is not None:
         parts = {name: _number(value) for name, value in score["parts"].items()}
-        score = Score(float(score["reward"]), bool(score["correct"]), parts, str(score["feedback"]))
+        score = Score(
+            float(score["reward"]),
+            bool(score["correct"]),
+            parts,
+            str(score["feedback"]),
+            tuple(map(_number, score["turns"])),
+        )
     max_tokens = limits["max_tokens"]
     return Turn(
         messages=_messages(fields["messages"]),

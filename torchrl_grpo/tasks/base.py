@@ -151,12 +151,15 @@ class Score:
         correct: whether the dialog counts as correct for accuracy and pass@k.
         parts: the parts of the reward by name; None for a part that does not apply.
         feedback: what the scorer says about the dialog, for a teacher's prompt.
+        turns: reward of each of the policy's turns, if the scorer credits them at the end; None
+            leaves a turn out of training. They take the place of ``Turn.reward``.
     """
 
     reward: float
     correct: bool
     parts: Mapping[str, float | None] = field(default_factory=dict, repr=False)
     feedback: str = field(default="", repr=False)
+    turns: Sequence[float | None] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)

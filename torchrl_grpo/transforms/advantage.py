@@ -29,6 +29,7 @@ from torchrl_grpo.models.padding import (
     has,
     last_rows,
     pad,
+    trajectories_of,
 )
 from torchrl_grpo.rewards.spec import PartWeights
 from torchrl_grpo.transforms.batch import BatchTransform, in_next
@@ -90,7 +91,8 @@ class GroupAdvantage(BatchTransform):
     reward and the rewards of later turns, each discounted once more by ``gamma``. Returns are
     compared turn by turn: the first turns with each other, then the second ones, as long as all
     valid members of the group have that turn. Later turns are compared together with the last one
-    that all have.
+    that all have. Each sample of a trajectory (``"trajectory"`` in ``torchrl_grpo.keys``) is
+    compared like a member of its own.
 
     With ``part_weights`` the parts of the reward are normalized one by one, then summed by weight,
     and the sums normalized over the batch: GDPO (arXiv 2601.05242), see ``decoupled_advantage``.
@@ -372,9 +374,12 @@ class GroupAdvantage(BatchTransform):
             self._count(advantage != 0, group, valid)
             of_row = advantage[member].reshape(self._shape(tensordict))
             return tensordict.set(self.advantage_key, of_row)
-        reward = join_rows(self._token_rewards(flat), member)
+        joined = member
+        if self.level == "turn" and trajectories_of(flat) is not None:
+            joined = torch.arange(len(member), device=member.device)  # each sample by itself
+        reward = join_rows(self._token_rewards(flat), joined)
         mask = pad(flat, keys.ASSISTANT_MASK, False)
-        sampled = join_rows(mask & valid[member].unsqueeze(-1), member)
+        sampled = join_rows(mask & valid[member].unsqueeze(-1), joined)
         if self.level == "token":
             value = torch.zeros_like(reward)
             if has(flat, keys.STATE_VALUE):
@@ -383,9 +388,13 @@ class GroupAdvantage(BatchTransform):
                 reward, value, sampled, group, self.gamma, self.lmbda, self.advantage
             )
         else:
-            advantage = turn_advantage(reward, sampled, group, valid, self.gamma, self.advantage)
-        self._count((advantage != 0).any(-1), group, valid)
-        of_token = split_rows(advantage, member, mask.shape[1])
+            of_joined = member[last_rows(joined)]  # the trajectory of each
+            advantage = turn_advantage(
+                reward, sampled, group[of_joined], valid[of_joined], self.gamma, self.advantage
+            )
+        of_token = split_rows(advantage, joined, mask.shape[1])
+        has_signal = torch.isin(group, group[member[(of_token != 0).any(-1)]])
+        self._count(has_signal, group, valid)
         if self.token_dim:
             of_token = of_token.unsqueeze(-1)
         return set_tokens(tensordict, self.advantage_key, of_token)

@@ -32,7 +32,8 @@ class RewardShaping(BatchTransform):
     sampled token they are 0, and the shaped reward is the task's reward. Both are 0 where
     ``"reward_valid"`` is False. If a trajectory has several samples, the last one gets the task's
     reward with scale, bias, clip and penalty, and each gets its own KL; their sum is the
-    trajectory's shaped reward. ``("next", "reward")`` does not change, and ``GroupAdvantage`` reads
+    trajectory's shaped reward. Turns of several samples keep ``scale`` times their rewards.
+    ``("next", "reward")`` does not change, and ``GroupAdvantage`` reads
     it by default: for the shaped reward, use
     ``GroupAdvantage(..., reward_key=keys.SHAPED_REWARD)``, or ``level="token"``, which reads the
     token rewards.
@@ -156,7 +157,13 @@ class RewardShaping(BatchTransform):
         task = torch.where(valid, self._task_reward(flat, mask, trajectory), 0.0)
         shaped = task - kl.sum(-1, keepdim=True)
         token = torch.where(valid & mask, self._turn_rewards(flat.unbind(0), mask), 0.0)
-        token = token + torch.where(_last(mask), task - token.sum(-1, keepdim=True), 0.0) - kl
+        credited = token.sum(-1, keepdim=True)
+        if trajectory is not None:  # a sample may end with rewards of others
+            has_turns = [[row.get(keys.TURN_REWARDS, None) is not None] for row in flat.unbind(0)]
+            reward = entry(flat, self.reward_key).reshape(-1, 1).double() * self.scale
+            is_last = last_rows(trajectory).unsqueeze(-1)
+            credited = reward * (torch.tensor(has_turns, device=mask.device) & is_last)
+        token = token + torch.where(_last(mask), task - credited, 0.0) - kl
         batch = set_tokens(batch, keys.TOKEN_REWARD, token.float(), self.mask_key)
         return batch.set(keys.SHAPED_REWARD, shaped.float().reshape(*batch.batch_size, 1))
 

@@ -40,7 +40,7 @@ class Program(ABC):
 
     @abstractmethod
     def start(
-        self, problem: Mapping[str, Any], url: str, key: str
+        self, problem: Mapping[str, Any], url: str, key: str, reward: Callable[..., None]
     ) -> tuple[Future[float | None], Callable[[], None]]:
         """Play a problem in the background.
 
@@ -48,6 +48,7 @@ class Program(ABC):
             problem: the columns of its row, ``prompt``, ``messages`` and ``answer``.
             url: URL of the endpoint.
             key: key of the episode.
+            reward: function that sets the reward of an answer (``client.reward``).
 
         Returns:
             The agent's reward (None if it has none) or exception, and a function that ends it
@@ -79,7 +80,8 @@ def load_program(spec: str) -> Program:
 
 class Function(Program):
     """``async def play(client, problem)``, called with an ``openai.AsyncOpenAI`` in its own thread
-    and event loop.
+    and event loop. ``client.reward(value, answer=None)`` sets the reward of an answer, by default of
+    the latest one.
 
     Args:
         play: the function; returns the reward or None.
@@ -108,7 +110,7 @@ class Function(Program):
         import_module("openai")  # takes a second, and the first agent should not wait for it
 
     def start(
-        self, problem: Mapping[str, Any], url: str, key: str
+        self, problem: Mapping[str, Any], url: str, key: str, reward: Callable[..., None]
     ) -> tuple[Future[float | None], Callable[[], None]]:
         running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
         ended = threading.Event()
@@ -126,6 +128,7 @@ class Function(Program):
             async with AsyncOpenAI(
                 base_url=url, api_key=key, http_client=plain, timeout=None, max_retries=0
             ) as client:
+                vars(client)["reward"] = reward
                 return await self._play(client, dict(problem))
 
         def run() -> float | None:
@@ -153,7 +156,7 @@ class Command(Program):
         self._words = words
 
     def start(
-        self, problem: Mapping[str, Any], url: str, key: str
+        self, problem: Mapping[str, Any], url: str, key: str, reward: Callable[..., None]
     ) -> tuple[Future[float | None], Callable[[], None]]:
         anthropic = {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
         openai = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}

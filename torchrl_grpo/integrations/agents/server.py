@@ -71,6 +71,8 @@ class Receiver(Protocol):
 
     def submit(self, request: Request) -> PendingRequest: ...
 
+    def reward(self, value: Any, answer: Any = None) -> None: ...
+
 
 class _Connection(asyncio.StreamReaderProtocol):
     """Protocol that notices when the client closes its side, even while nothing is read. As in most
@@ -183,6 +185,9 @@ class Server:
                 code="invalid_api_key",
             )
         self._strangers.pop(client.writer, None)
+        headers = {name: value.decode("latin-1") for name, value in head.headers}
+        if (reward := headers.get(b"x-reward")) is not None:
+            episode.reward(reward, headers.get(b"x-reward-id"))
         if path == "/v1/models" and head.method == b"GET":
             client.send_json(200, models())
             return

@@ -7,9 +7,10 @@ as in any dialog.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -43,6 +44,8 @@ from torchrl_grpo.tasks.base import (
 from torchrl_grpo.tools.toolbox import Parser
 
 _AT_A_TIME = 64
+_IDS = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+"""Beginnings of the ids of answers."""
 _PART = "agent"
 """Name of the reward part that the agent itself returned."""
 _DEFAULT_TIMEOUT_S = 3600.0
@@ -93,12 +96,24 @@ _NO_COUNTER = TokenCounter()
 
 
 @dataclass
-class _Sample:
-    """One sample of an episode: the chat of its tokens, including the policy's answer."""
+class _Received:
+    """A turn that the agent received.
 
+    Attributes:
+        request: the request that it answers.
+        chat: the chat of its sample's tokens, including the answer.
+        sample: number of its sample.
+        ancestors: numbers of the turns whose answers its request has, and its own.
+        context: number that it shares with the turns that follow the same first request.
+        is_abandoned: whether the agent went back from it.
+    """
+
+    request: Request
     chat: Sequence[Message]
-    tools: Sequence[dict[str, Any]]
-    path: str
+    sample: int
+    ancestors: Set[int]
+    context: int
+    is_abandoned: bool = False
 
 
 class _Episode:
@@ -110,7 +125,8 @@ class _Episode:
 
     Attributes:
         answer_count: number of the policy's turns that answered a request.
-        delivered: indices of the turns that reached the agent.
+        received: the turns that reached the agent, by index.
+        rewards: reward of each turn that the agent rewarded.
         refusal: why the agent gets no further answers; None if it does.
         is_cut: whether a request was refused.
         result: the agent's result, once it has ended.
@@ -121,7 +137,9 @@ class _Episode:
         self._max_pixels = max_pixels
         self.key = secrets.token_urlsafe(24)
         self.answer_count = 0
-        self.delivered: list[int] = []
+        self.received: dict[int, _Received] = {}
+        self.rewards: dict[int, float] = {}
+        self._answered: list[PendingRequest] = []
         self.refusal: BadRequest | None = None
         self.is_cut = False
         self.result: Future[float | None] | None = None
@@ -129,9 +147,8 @@ class _Episode:
         self._events: SimpleQueue[PendingRequest | Future[float | None]] = SimpleQueue()
         self._pending: PendingRequest | None = None
         self._close_reason: BadRequest | None = None
-        self._samples: list[_Sample] = []
-        self._sample = 0
-        self._is_new_sample = False  # whether the pending request begins a sample
+        self._sample = 0  # of the pending request
+        self._beginning: list[int] = []  # turns whose chats it begins with
         self._stored: dict[str, list[Message]] = {}  # chats by the id of their last answer
         self._last_answer: tuple[PendingRequest, list[Message]] | None = (
             None  # with the chat that includes it
@@ -188,24 +205,24 @@ class _Episode:
         """
         request = pending.request = self._with_history(pending.request)
         chat = list(request.messages)
-        candidates = [(len(self._samples), chat)]
-        for number, sample in enumerate(self._samples):
-            new_messages = _new_messages(chat, sample, request)
-            if new_messages is not None:
-                candidates.append((number, new_messages))
+        ends = {turn.sample: number for number, turn in self.received.items()}
+        self._sample, messages, self._beginning = len(ends), chat, []
         # Continue the sample with the fewest new messages, the latest one if there are several.
         # Begin a new sample only if the chat continues none.
-        number, messages = min(candidates[1:] or candidates, key=lambda c: (len(c[1]), -c[0]))
+        for number, turn in self.received.items():
+            new_messages = _new_messages(chat, turn, request)
+            if new_messages is None:
+                continue
+            self._beginning.append(number)
+            if number in ends.values() and len(new_messages) <= len(messages):
+                self._sample, messages = turn.sample, new_messages
         try:
             for image in images_in(messages):
                 image.check_size(self._max_pixels)
                 image.open()
         except ValueError as error:
             raise BadRequest(f"messages must have readable images: {error}", "messages") from error
-        self._pending, self._sample = pending, number
-        self._is_new_sample = self._sample == len(self._samples)
-        if self._is_new_sample:
-            self._samples.append(_Sample(chat, request.tools, request.path))
+        self._pending = pending
         return Turn(messages, None, tools=request.tools, sample=self._sample, limits=request.limits)
 
     def _with_history(self, request: Request) -> Request:
@@ -234,6 +251,7 @@ class _Episode:
         if request.path == TEXT:  # with the stop string, which the sample's tokens contain
             chat = [{"role": "", "content": request.messages[0]["content"] + dialog.responses[-1]}]
         self.answer_count += 1
+        self._answered.append(pending)
         self._last_answer = pending, chat
         pending.answer.set_result(answer)
 
@@ -249,16 +267,94 @@ class _Episode:
         pending, chat = self._last_answer
         self._last_answer = None
         if pending.delivered.result(max(0.0, deadline - time.monotonic())):
-            self._samples[self._sample].chat = chat
-            number = self.answer_count - 1
-            self.delivered.append(number)
-            request = pending.request
+            number, request = self.answer_count - 1, pending.request
+            self._receive(number, request, chat)
             if request.path == RESPONSES and request.fields.get("store") is not False:
                 self._stored[response_id(number)] = chat[request.num_instructions :]
             return False
-        if self._is_new_sample:
-            self._samples.pop()
         return True
+
+    def _receive(self, number: int, request: Request, chat: Sequence[Message]) -> None:
+        """Add a turn, and note from which earlier ones the agent went back for it."""
+        earlier = self.received
+        ancestors = {n for n, turn in earlier.items() if turn.chat[-1] in request.messages}
+        ancestors |= {number, *self._beginning}
+        contexts = [
+            turn.context
+            for n, turn in earlier.items()
+            if n in self._beginning or turn.request.messages == request.messages
+        ]
+        context = next(iter(contexts), number)
+        for n, turn in earlier.items():
+            if turn.context == context or n in ancestors:
+                turn.is_abandoned = n not in ancestors
+        earlier[number] = _Received(request, chat, self._sample, ancestors, context)
+
+    def reward(self, value: Any, answer: Any = None) -> None:
+        """Set the reward of an answer; called in any thread.
+
+        Args:
+            value: a number, or its text.
+            answer: the answer, or its id; by default the latest one.
+
+        Raises:
+            BadRequest: the reward is not a finite number, or there is no such answer.
+        """
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise BadRequest(
+                f"the reward of an answer must be a finite number, but it is {value!s:.60}: send "
+                "one, such as X-Reward: 0.5.",
+                "X-Reward",
+            )
+        name = getattr(answer, "id", answer)
+        received = [
+            index
+            for index, pending in enumerate(self._answered)
+            if (not pending.delivered.done() or pending.delivered.result())
+            and name in (None, *(f"{kind}{index}" for kind in _IDS))
+        ]
+        if not received:
+            raise BadRequest(
+                f"a reward must be for an answer of its episode, but there is no {name or 'answer'}: "
+                "send the id of an answer as X-Reward-Id, or leave it out for the latest one.",
+                "X-Reward-Id",
+            )
+        self.rewards[received[-1]] = number
+
+    def with_credits(self, score: Score, turns: int, drops_abandoned: bool) -> Score:
+        """Return the score with the rewards of the turns.
+
+        Args:
+            score: the score of the whole trajectory.
+            turns: number of turns.
+            drops_abandoned: whether abandoned turns are left out.
+        """
+        kept = {
+            number: turn
+            for number, turn in self.received.items()
+            if not (drops_abandoned and turn.is_abandoned)
+        }
+        ends = {turn.sample: number for number, turn in kept.items()}
+        if len(kept) == len(self.received) and len(ends) == 1 and not self.rewards:
+            return score
+        own = {number: self.rewards.get(number, 0.0) for number in kept}
+        credits = dict(own)
+        for end in ends.values():  # what followed it
+            credits[end] += score.reward + sum(
+                own[later]
+                for later, turn in kept.items()
+                if later > end and (turn.context != kept[end].context or end in turn.ancestors)
+            )
+        reward, parts = score.reward + sum(own.values()), dict(score.parts)
+        correct = reward >= 1 if _PART in parts else score.correct
+        if self.rewards:
+            parts[_PART] = (parts.get(_PART) or 0.0) + sum(own.values())
+        turn_credits = tuple(credits.get(number) for number in range(turns))
+        return Score(reward, correct, parts, score.feedback, turn_credits)
 
     def refuse(self, reason: BadRequest, pending: PendingRequest | None = None) -> None:
         """Refuse a request, by default the pending one, and all later ones."""
@@ -288,14 +384,15 @@ class _Episode:
                     self.refuse(reason, event)
 
 
-def _new_messages(chat: list[Message], sample: _Sample, request: Request) -> list[Message] | None:
-    """Return a chat's messages after a sample's; None if it does not continue the sample."""
-    if sample.path != request.path or list(sample.tools) != list(request.tools):
+def _new_messages(chat: list[Message], turn: _Received, request: Request) -> list[Message] | None:
+    """Return a chat's messages after a turn; None if it does not begin with the turn's chat."""
+    before = turn.request
+    if before.path != request.path or list(before.tools) != list(request.tools):
         return None
     if request.path != TEXT:
-        size = len(sample.chat)
-        return chat[size:] if chat[:size] == list(sample.chat) else None
-    text, known = chat[0]["content"], sample.chat[0]["content"]
+        size = len(turn.chat)
+        return chat[size:] if chat[:size] == list(turn.chat) else None
+    text, known = chat[0]["content"], turn.chat[0]["content"]
     return [{"role": "", "content": text[len(known) :]}] if text.startswith(known) else None
 
 
@@ -312,6 +409,7 @@ class WithAgent(WrappedTask):
         parser: finds tool calls in the policy's text.
         max_pixels: maximum number of pixels of an image.
         counter: counts the tokens of prompts.
+        drops_abandoned: whether turns from which the agent went back are left out of training.
     """
 
     def __init__(
@@ -321,9 +419,11 @@ class WithAgent(WrappedTask):
         parser: Parser | None = None,
         max_pixels: int = MAX_PIXELS,
         counter: TokenCounter = _NO_COUNTER,
+        drops_abandoned: bool = False,
     ) -> None:
         super().__init__(task)
         self.counter = counter
+        self.drops_abandoned = drops_abandoned
         self.max_pixels = max_pixels
         self.program = program
         self.parser = parser
@@ -371,12 +471,20 @@ class WithAgent(WrappedTask):
             for index, other in zip(unscored, scored_turns, strict=True):
                 episode = self._episodes[dialogs[index].episode]
                 turns[index] = self._with_score(turns[index], other, episode)
-        return turns
+        return [
+            self._with_credits(dialog, turn) for dialog, turn in zip(dialogs, turns, strict=True)
+        ]
+
+    def _with_credits(self, dialog: Dialog, turn: Turn | Exception) -> Turn | Exception:
+        if isinstance(turn, Exception) or turn.score is None:
+            return turn
+        episode, turns = self._episodes[dialog.episode], len(dialog.responses)
+        return replace(turn, score=episode.with_credits(turn.score, turns, self.drops_abandoned))
 
     def _finished_dialog(self, dialog: Dialog) -> Dialog:
         """Return a finished dialog for the scorer: with the turns that reached the agent."""
-        delivered = self._episodes[dialog.episode].delivered
-        return replace(dialog, responses=[dialog.responses[turn] for turn in delivered], last=True)
+        received = self._episodes[dialog.episode].received
+        return replace(dialog, responses=[dialog.responses[turn] for turn in received], last=True)
 
     def _with_score(
         self, turn: Any, other: Turn | Exception, episode: _Episode
@@ -386,6 +494,8 @@ class WithAgent(WrappedTask):
             return replace(turn, score=other.score)
         if not isinstance(other, NotImplementedError):
             return other
+        if episode.rewards:
+            return replace(turn, score=Score(0.0, False, {_PART: 0.0}))
         error = None if episode.result is None else episode.result.exception()
         if isinstance(error, Exception):
             return error
@@ -427,7 +537,7 @@ class WithAgent(WrappedTask):
         episode = _Episode(dialog, self.max_pixels)
         self._episodes[dialog.episode] = self._keys[episode.key] = episode
         result, episode.end = self.program.start(
-            self._problem(dialog.problem), self._server.url, episode.key
+            self._problem(dialog.problem), self._server.url, episode.key, episode.reward
         )
         result.add_done_callback(episode.submit_result)
 
@@ -484,7 +594,7 @@ class WithAgent(WrappedTask):
                 raise error
             # An agent must not interrupt a run, for example with KeyboardInterrupt.
             raise RuntimeError(f"the agent raised {type(error).__name__}: {error}")
-        if not episode.delivered:
+        if not episode.received:
             raise InvalidRewardError(
                 "an agent must query the policy, but it ended without an answer: send a request, "
                 "and wait for its answer.",
@@ -503,6 +613,7 @@ class WithAgent(WrappedTask):
 def with_agent(
     task: Task,
     spec: str,
+    drops_abandoned: bool,
     parser: Parser | None,
     max_pixels: int,
     *counter: Mapping[str, Any] | None,
@@ -512,8 +623,10 @@ def with_agent(
     Args:
         task: see ``WithAgent``.
         spec: see ``load_program``.
+        drops_abandoned: see ``WithAgent``.
         parser: see ``WithAgent``.
         max_pixels: see ``WithAgent``.
         *counter: arguments of ``TokenCounter``.
     """
-    return WithAgent(task, load_program(spec), parser, max_pixels, TokenCounter(*counter))
+    tokens = TokenCounter(*counter)
+    return WithAgent(task, load_program(spec), parser, max_pixels, tokens, drops_abandoned)

@@ -232,7 +232,7 @@ algo:distill  teacher:none dynamic:on reward:gdpo
 algo:reinforce_pp  reward:gdpo advantage:leave_one_out,length_weighted,second_best,nonzero
           credit:per_turn dialog:agent,compact
 algo:rloo  reward:gdpo credit:per_turn
-dialog:agent,compact  credit:per_turn advantage:token sft:on check:exact
+dialog:agent,compact  advantage:token sft:on check:exact
 dialog:game  data:!arithmetic sft:on check:exact draw:curriculum tests:sets
 dialog:rows  data:!file sft:on check:exact
 dialog:tools,retry  check:exact

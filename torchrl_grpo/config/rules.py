@@ -344,7 +344,7 @@ RULES = (
     Rule(
         "policy.advantage_level",
         "must be left out with {env.player}, because the samples of its trajectories are not ordered",
-        "use policy.turn_credit=per_turn, or one advantage for each trajectory",
+        "leave it out",
         "env.player",
     ),
     Rule(

@@ -25,7 +25,7 @@ SHORT = (
     "evaluation.k=0",
     "hydra.run.dir=out",
 )
-EXAMPLES = ("my_data", "trl_reward", "verl_reward", "my_tasks", "my_tools", "my_agent")
+EXAMPLES = ("my_data", "trl_reward", "verl_reward", "my_tasks", "my_tools", "my_agent", "my_branches")
 
 
 RUN_BY_DAY = ("my_data", "my_agent")

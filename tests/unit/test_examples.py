@@ -25,7 +25,15 @@ SHORT = (
     "evaluation.k=0",
     "hydra.run.dir=out",
 )
-EXAMPLES = ("my_data", "trl_reward", "verl_reward", "my_tasks", "my_tools", "my_agent", "my_branches")
+EXAMPLES = (
+    "my_data",
+    "trl_reward",
+    "verl_reward",
+    "my_tasks",
+    "my_tools",
+    "my_agent",
+    "my_branches",
+)
 
 
 RUN_BY_DAY = ("my_data", "my_agent")

@@ -33,6 +33,9 @@ HEALTHY = {
     "rollout/response_length": 100.0,
     "rollout/repeated": 0.1,
     "rollout/invalid": 0.0,
+    "rollout/length_correlation": 0.3,
+    "reward/answer/mean": 0.4,
+    "reward/answer/std": 0.5,
     "reward/format/mean": 0.1,
     "reward/format/std": 0.3,
     "reward/format/none": 0.0,
@@ -105,6 +108,24 @@ PROVOKED: dict[str, tuple[dict[str, float | Callable[[int], float] | None], int,
         9,
         "5% to 37% .* step.response, truncated.",
     ),
+    "part_pays/format": (
+        {
+            "reward/format/mean": lambda step: 0.1 + 0.02 * step,
+            "reward/answer/mean": 0.2,
+            "rollout/accuracy": 0.2,
+        },
+        15,
+        "'format' rose .* while 'answer' fell",
+    ),
+    "length_pays": (
+        {
+            "rollout/length_correlation": 0.9,
+            "rollout/response_length": 180.0,
+            "rollout/reward_mean": 0.6,
+        },
+        12,
+        "81% of the variance .* 100 to 180 tokens",
+    ),
     "length": (
         {"rollout/response_length": 300.0, "rollout/reward_mean": 0.3},
         11,
@@ -139,9 +160,32 @@ def test_an_alarm_comes_once_when_its_sign_has_lasted_long_enough(name: str) -> 
     assert "\n" not in alarms[0].text and len(alarms[0].text) < 340
 
 
+TESTED = {"eval/pass@1": 0.5, "eval/ci_low_pass@1": 0.43, "eval/ci_high_pass@1": 0.57}
+FELL = {"eval/pass@1": 0.3, "eval/ci_low_pass@1": 0.24, "eval/ci_high_pass@1": 0.37}
+
+
+@pytest.mark.parametrize(
+    ("reward", "latest", "expected"),
+    [(0.6, FELL, [("test_falls", 20)]), (0.4, FELL, []), (0.6, TESTED, [])],
+)
+def test_a_reward_that_rises_while_the_test_accuracy_falls_is_an_alarm(
+    reward: float, latest: dict[str, float], expected: list[tuple[str, int]]
+) -> None:
+    series = [{"step": 0, **TESTED}, *rows(24, {"rollout/reward_mean": reward})]
+    series[20] |= latest
+    assert [(alarm.name, alarm.first) for alarm in alarms_of(series)] == expected
+
+
+def test_parts_that_trade_while_more_problems_are_solved_are_no_alarm() -> None:
+    better = PROVOKED["part_pays/format"][0] | {"rollout/accuracy": 0.6}
+    assert alarms_of(rows(40, better)) == []
+
+
 def test_every_rule_has_its_section_on_the_page() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    assert [name for name in PROVOKED if f"| `{name.partition('/')[0]}` |" not in page] == []
+    assert [
+        name for name in [*PROVOKED, "test_falls"] if f"| `{name.partition('/')[0]}` |" not in page
+    ] == []
 
 
 def test_healthy_rows_and_rows_of_evaluations_raise_none() -> None:

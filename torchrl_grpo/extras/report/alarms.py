@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 from torchrl_grpo.reporting.signal import Signal, no_signal
@@ -33,11 +33,14 @@ _MORE_TRUNCATED = 0.3  # increase over the first steps
 _KL_TO_REF = 1.0
 _ENTROPY, _LENGTH = 0.1, 2.0  # relative to the first steps
 _RESTARTS = 3
+_CLEAR = 4.0  # change in standard errors
+_LENGTH_PAYS, _LONGER = 0.7, 1.25  # correlation, and length relative to the first steps
 _PENALTIES = tuple(f"train/loss_{name}" for name in ("kl_to_ref", "kl_to_inference", "entropy"))
 """Terms of the loss that need no reward."""
 MOSTLY_INVALID = 0.5
 """Share of invalid rewards above which the accuracy of valid rewards is ignored."""
 
+_TEST = "eval/pass@1"
 _NONE = "rewards/invalid_none"
 _INVALID_CAUSES = {
     "exception": "raised an exception",
@@ -81,19 +84,25 @@ class Alarms:
         self._signal = Signal()
         self._last: deque[Row] = deque(maxlen=_MANY)
         self._first: list[Row] = []
+        self._tests: list[tuple[Row, Sequence[Row]]] = []  # with the steps before each
         self._latest: dict[str, Alarm] = {}
 
     def take(self, row: Row) -> list[Alarm]:
         """Return the alarms that a step raises, without those that were already raised."""
-        if "rollout/sequences" not in row:  # an evaluation before training
+        is_trained = "rollout/sequences" in row
+        if is_trained:
+            self._last.append(row)
+        if finite(row, _TEST) is not None:
+            self._tests.append((row, list(self._last)[-_SOME:] or self._first))
+        if not is_trained:  # an evaluation before training
             return []
-        self._last.append(row)
         if len(self._first) < _FEW:
             self._first.append(row)
         self._signal.take(row)
         last = list(self._last)
         rules = _OF_DEMONSTRATIONS if _is_demonstrations(row) else _RULES
-        return self._raise(alarm for rule in rules for alarm in rule(last, self._first))
+        alarms = [alarm for rule in rules for alarm in rule(last, self._first)]
+        return self._raise([*alarms, *_test_falls(self._tests)])
 
     def end(self) -> list[Alarm]:
         """Return the alarms at the end of a run that had no signal at all, if it had fewer steps
@@ -376,6 +385,77 @@ def _truncation_pays(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
         )
 
 
+def _shift(before: Sequence[Row], now: Sequence[Row], name: str) -> float:
+    """Return the change of a metric's mean in standard errors; 0 if there are too few steps."""
+    old, new = (
+        [value for row in rows if (value := finite(row, name)) is not None]
+        for rows in (before, now)
+    )
+    if min(len(old), len(new)) < _FEW:
+        return 0.0
+    error = math.sqrt(variance(old) / len(old) + variance(new) / len(new))
+    return (fmean(new) - fmean(old)) / max(error, 1e-6)
+
+
+def _part_pays(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
+    if len(rows) < _FEW + _SOME:
+        return
+    names = [name for name in rows[-1] if name.startswith("reward/") and name.endswith("/mean")]
+    shifts = {
+        name.removeprefix("reward/").removesuffix("/mean"): _shift(first, rows[-_SOME:], name)
+        for name in names
+    }
+    rising = [name for name, shift in shifts.items() if shift > _CLEAR]
+    falling = [name for name, shift in shifts.items() if shift < -_CLEAR]
+    solves_more = _shift(first, rows[-_SOME:], "rollout/accuracy") > _CLEAR
+    if len(rising) == 1 and falling and not solves_more:
+        yield (
+            f"part_pays/{rising[0]}",
+            f"the reward component {rising[0]!r} rose since the first steps while "
+            f"{' and '.join(map(repr, falling))} fell, and no more problems are solved: read "
+            "responses that it likes best; give it less weight, a bound, or a reward only for "
+            "correct responses",
+        )
+
+
+def _length_pays(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
+    correlation = _mean(rows, "rollout/length_correlation", _SOME)
+    before, now = (
+        _mean(first, "rollout/response_length", _FEW),
+        _mean(rows, "rollout/response_length", _SOME),
+    )
+    if correlation is None or not before or now is None:
+        return
+    pays = correlation > _LENGTH_PAYS and now > _LONGER * before
+    if pays and _shift(first, rows[-_SOME:], "rollout/reward_mean") > _CLEAR:
+        yield (
+            "length_pays",
+            f"length explains {_share(correlation**2)} of the variance of the rewards over {_SOME} "
+            f"steps, and responses grew from {before:.0f} to {now:.0f} tokens: check that the "
+            "reward does not count words or steps; policy.overlong_buffer=0.2 makes length cost",
+        )
+
+
+def _test_falls(tests: Sequence[tuple[Row, Sequence[Row]]]) -> NamedTexts:
+    """Yield the alarm for a test accuracy whose interval is below that of the best evaluation."""
+    if len(tests) < 2:
+        return
+    best, before = max(tests[:-1], key=lambda test: test[0][_TEST])
+    latest, now = tests[-1]
+    low, high = finite(best, "eval/ci_low_pass@1"), finite(latest, "eval/ci_high_pass@1")
+    if low is None or high is None or high >= low:
+        return
+    if _shift(before, now, "rollout/reward_mean") > _CLEAR:
+        yield (
+            "test_falls",
+            f"the reward in training rose since step {best['step']} while the test accuracy fell "
+            f"from {_share(best[_TEST])} to {_share(latest[_TEST])}: the reward is satisfied "
+            "without solving the problems, or the training problems are memorized; compare the "
+            "responses (python -m torchrl_grpo samples DIR --compare), and keep the best "
+            "checkpoint (train.keep_checkpoints)",
+        )
+
+
 def _limits(row: Row) -> str:
     """Return the limits that cut a response; with tools a dialog that ends with a call counts as
     cut too.
@@ -460,6 +540,8 @@ _RULES: tuple[Callable[[Sequence[Row], Sequence[Row]], NamedTexts], ...] = (
     _entropy,
     _truncation,
     _truncation_pays,
+    _part_pays,
+    _length_pays,
     _length,
     _kl,
     _repeated,

@@ -124,7 +124,7 @@ PROVOKED: dict[str, tuple[dict[str, float | Callable[[int], float] | None], int,
             "rollout/reward_mean": 0.6,
         },
         12,
-        "81% of the variance .* 100 to 180 tokens",
+        "52% of the variance .* 100 to 156 tokens",
     ),
     "length": (
         {"rollout/response_length": 300.0, "rollout/reward_mean": 0.3},
@@ -166,13 +166,16 @@ FELL = {"eval/pass@1": 0.3, "eval/ci_low_pass@1": 0.24, "eval/ci_high_pass@1": 0
 
 @pytest.mark.parametrize(
     ("reward", "latest", "expected"),
-    [(0.6, FELL, [("test_falls", 20)]), (0.4, FELL, []), (0.6, TESTED, [])],
+    [(0.6, FELL, [("test_falls", 24)]), (0.4, FELL, []), (0.6, TESTED, [])],
 )
 def test_a_reward_that_rises_while_the_test_accuracy_falls_is_an_alarm(
     reward: float, latest: dict[str, float], expected: list[tuple[str, int]]
 ) -> None:
     series = [{"step": 0, **TESTED}, *rows(24, {"rollout/reward_mean": reward})]
+    series[10] |= TESTED
     series[20] |= latest
+    assert alarms_of(series[:21]) == []  # one evaluation may be chance
+    series[24] |= latest
     assert [(alarm.name, alarm.first) for alarm in alarms_of(series)] == expected
 
 

@@ -437,13 +437,16 @@ def _length_pays(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
 
 
 def _test_falls(tests: Sequence[tuple[Row, Sequence[Row]]]) -> NamedTexts:
-    """Yield the alarm for a test accuracy whose interval is below that of the best evaluation."""
+    """Yield the alarm for a test accuracy whose interval is below that of the best evaluation, at
+    two evaluations in a row or, if there are only two, at the last one.
+    """
     if len(tests) < 2:
         return
-    best, before = max(tests[:-1], key=lambda test: test[0][_TEST])
+    late = tests[1:][-2:]
+    best, before = max(tests[: -len(late)], key=lambda test: test[0][_TEST])
     latest, now = tests[-1]
-    low, high = finite(best, "eval/ci_low_pass@1"), finite(latest, "eval/ci_high_pass@1")
-    if low is None or high is None or high >= low:
+    low = finite(best, "eval/ci_low_pass@1") or 0.0
+    if any((finite(row, "eval/ci_high_pass@1") or 1.0) >= low for row, _ in late):
         return
     if _shift(before, now, "rollout/reward_mean") > _CLEAR:
         yield (

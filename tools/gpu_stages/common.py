@@ -142,7 +142,12 @@ def make_batch(
 
 
 def make_trainer(
-    model: Any, optimizer: torch.optim.Optimizer, *, sequences: int, micro_batch_tokens: int
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    sequences: int,
+    micro_batch_tokens: int,
+    compiles: bool = False,
 ) -> PolicyTrainer:
     """Return a trainer with the default loss."""
     return PolicyTrainer(
@@ -151,4 +156,5 @@ def make_trainer(
         optimizer,
         optim_batch_size=sequences,
         micro_batch_tokens=micro_batch_tokens,
+        compiles=compiles,
     )

@@ -1,6 +1,7 @@
 """Record the seconds of a training step's phases with one CPU thread and with all of them, and of a
 step without compiled functions; a step's kernels, the share of time in which the device was idle,
-and how often the host waited for it. The table of kernels goes into ``profile.txt``.
+and how often the host waited for it; and a step with compiled layers. The table of kernels goes into
+``profile.txt``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def main() -> None:
     batch = make_batch(model.config.vocab_size, **size)
     optimizer = make_optimizer(list(model.parameters()), lr=1e-6)
     sequences = size["groups"] * size["group"]
-    trainer = make_trainer(model, optimizer, sequences=sequences, micro_batch_tokens=16384)
+    limits = {"sequences": sequences, "micro_batch_tokens": 16384}
+    trainer = make_trainer(model, optimizer, **limits)
     threads = torch.get_num_threads()
     for count in sorted({1, threads}):
         torch.set_num_threads(count)
@@ -77,6 +79,15 @@ def main() -> None:
         figures["waits_in_two_steps"] = waits
         if not stage.is_rehearsal:
             figures |= idle_share(profiler)
+    # The last part, because the layers stay compiled. A rehearsal compiles none: a CPU needs long.
+    with stage.part("compiled layers") as figures:
+        figures["plain_step_s"] = stage.seconds(lambda: trainer.train_step(batch), 3)
+        trainer = make_trainer(model, optimizer, **limits, compiles=not stage.is_rehearsal)
+        start = time.perf_counter()
+        trainer.train_step(batch)
+        synchronize(stage.device)
+        figures["first_step_s"] = time.perf_counter() - start
+        figures["step_s"] = stage.seconds(lambda: trainer.train_step(batch), 3)
     stage.end()
 
 

@@ -35,33 +35,37 @@ GROUPS = st.lists(
 )
 
 
-def of_groups(groups: list[tuple[int, list[int]]]) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """Return lengths and prompts of groups from the length of each prompt and those of its
-    responses.
+def of_groups(groups: list[tuple[int, list[int]]]) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Return the sequences of groups, from the length of each prompt and those of its responses:
+    lengths, the number of tokens shared with the sequence before, and their groups.
     """
-    prompts = [
-        (number, prompt) for number, (prompt, responses) in enumerate(groups) for _ in responses
+    rows = [
+        (prompt + own, prompt * bool(at), number)
+        for number, (prompt, responses) in enumerate(groups)
+        for at, own in enumerate(responses)
     ]
-    return torch.tensor(
-        [prompt + own for prompt, responses in groups for own in responses]
-    ), prompts
+    lengths, shared, numbers = zip(*rows, strict=True)
+    return torch.tensor(lengths), list(shared), list(numbers)
+
+
+def computed_tokens(rows: list[int], groups: list[tuple[int, list[int]]]) -> int:
+    lengths, _, numbers = of_groups(groups)
+    own = sum(int(lengths[row]) - groups[numbers[row]][0] for row in rows)
+    return own + sum(groups[number][0] for number in {numbers[row] for row in rows})
 
 
 @given(GROUPS, st.integers(1, 200))
 def test_micro_batches_count_a_prompt_once_and_keep_the_budget(
     groups: list[tuple[int, list[int]]], budget: int
 ) -> None:
-    lengths, prompts = of_groups(groups)
-    parts = [part.tolist() for part in micro_batches(lengths, budget, prompts)]
-    assert sorted(chain.from_iterable(parts)) == list(range(len(lengths)))
-    computed = []
-    for part in parts:
-        of_prompts = sum(length for _, length in {prompts[row] for row in part})
-        computed.append(of_prompts + sum(int(lengths[row]) - prompts[row][1] for row in part))
-        assert len(part) == 1 or computed[-1] <= budget
-        assert computed[-1] == pass_tokens(
-            [int(lengths[row]) for row in part], [prompts[row] for row in part]
-        )
+    lengths, shared, _ = of_groups(groups)
+    parts = [part.tolist() for part in micro_batches(lengths, budget, shared)]
+    assert list(chain.from_iterable(parts)) == list(range(len(lengths)))
+    computed = [computed_tokens(part, groups) for part in parts]
+    for part, tokens in zip(parts, computed, strict=True):
+        assert len(part) == 1 or tokens <= budget
+        again = [0, *(shared[row] for row in part[1:])]
+        assert tokens == pass_tokens([int(lengths[row]) for row in part], again)
     assert all(a + b > budget for a, b in pairwise(computed))
 
 
@@ -71,20 +75,18 @@ def test_ranks_share_groups_about_equally_and_whole_where_they_can(
     world_size: int, groups: int
 ) -> None:
     responses = [[(7 * group + 5 * i) % 13 + 8 for i in range(8)] for group in range(groups)]
-    lengths, prompts = of_groups([(50, own) for own in responses])
+    every = [(50, own) for own in responses]
+    lengths, shared, _ = of_groups(every)
     shares = [
-        rank_micro_batches(lengths, 10**6, rank, world_size, prompts) for rank in range(world_size)
+        rank_micro_batches(lengths, 10**6, rank, world_size, shared) for rank in range(world_size)
     ]
     assert all(len(share) == 1 for share in shares)
     rows = [share[0].tolist() for share in shares]
     assert sorted(chain.from_iterable(rows)) == list(range(len(lengths)))
-    computed = [
-        pass_tokens([int(lengths[row]) for row in share], [prompts[row] for row in share])
-        for share in rows
-    ]
+    computed = [computed_tokens(share, every) for share in rows]
     assert max(computed) <= 1.25 * sum(computed) / world_size
     if groups >= 4 * world_size:
-        assert sum(computed) == pass_tokens(lengths.tolist(), prompts)
+        assert sum(computed) == pass_tokens(lengths.tolist(), shared)
 
 
 def test_micro_batches_refuse_an_empty_budget() -> None:

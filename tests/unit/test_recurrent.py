@@ -130,7 +130,7 @@ def test_hybrid_is_packed_as_single_sequences_and_leaks_nothing(name: str) -> No
     ("name", "shapes"),
     [
         # Prompts, and then what follows them or is alone, by length
-        ("lfm2", [(1, 130), (1, 70), (1, 1), (3, 81), (4, 8)]),
+        ("lfm2", [(1, 130), (1, 70), (3, 81), (4, 8)]),
         ("jamba", [(3, 199), (2, 81), (2, 7)]),
     ],
 )
@@ -218,6 +218,7 @@ def test_responses_of_one_computed_token_are_those_of_single_sequences() -> None
 def test_plan_of_a_row_holds_each_token_once() -> None:
     layout = packed(Rows.from_padded(*make_groups()))
     for forks in (True, False):
-        prompts, sequences, order = recurrent._make_plan(layout, forks)
-        used = torch.cat([call.source.places[call.own] for call in prompts + sequences])
+        prefixes, sequences, order = recurrent._make_plan(layout, forks)
+        calls = [*(call for call, _ in prefixes), *sequences]
+        used = torch.cat([call.source.places[call.own] for call in calls])
         assert used[order].equal(torch.arange(layout.tokens.shape[1]))

@@ -1,4 +1,4 @@
-"""Attention of sequences without padding, which may share a prompt.
+"""Attention of sequences without padding, which may share prefixes.
 
 It is registered in Hugging Face's interface in place of ``sdpa``. A model gets the ``Layout`` of its
 tokens as an argument of its forward, and passes it to its attention. Without a layout, ``sdpa`` is
@@ -8,7 +8,7 @@ unchanged.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -35,8 +35,8 @@ def attention(
     layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute Hugging Face's ``sdpa`` or, with a layout, attention of each sequence over its prompt
-    and itself.
+    """Compute Hugging Face's ``sdpa`` or, with a layout, attention of each sequence over its
+    prefixes and itself.
 
     Args:
         query: [1, H, N, D], rotated by the tokens' positions.
@@ -66,7 +66,7 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, layout: Layout, **kwargs:
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     plain = dropout == 0.0 and query.shape[-1] == value.shape[-1]
     if plain and query.device.type == "cpu" and window == longest:
-        return _FlashOnCPU.apply(query, key, value, layout.groups, scale)
+        return _FlashOnCPU.apply(query, key, value, layout, scale)
     key, value = (pick(tensor, 2, layout.keys) for tensor in (key, value))
     if plain and _has_varlen(query):
         return _flash_on_cuda(query, key, value, layout, window, scale)
@@ -154,77 +154,76 @@ def _asks_for_gqa(attend: Callable[..., Any]) -> bool:
 
 
 class _FlashOnCPU(torch.autograd.Function):
-    """PyTorch's flash attention for CPUs: of each sequence or response to itself, and of responses
-    to their prompt.
+    """PyTorch's flash attention for CPUs: of what each sequence has of its own to itself, and of all
+    that begin with a prefix to it.
 
-    The two outputs of a response are merged by their normalizers. With the merged output and
-    normalizer, the backward pass of each part gives its part of the gradient. Inputs below float32
-    are converted to float32, because in bfloat16 the kernel's backward pass is up to 5 times slower
-    on the machines measured.
+    The outputs of a token are merged by their normalizers. With the merged output and normalizer,
+    the backward pass of each call gives its part of the gradient. Inputs below float32 are
+    converted to float32, because in bfloat16 the kernel's backward pass is up to 5 times slower on
+    the machines measured.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        groups: tuple[tuple[int, ...], ...],
-        scale: float,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float
     ) -> Tensor:
         """Return the attention, [1, N, H, D]."""
-        outs, normalizers = [], []
-        for prompt, lengths, (q, k, v) in _by_group(groups, *_wide(query, key, value)):
-            parts = [_flash(*part, 0.0, True, scale=scale) for part in _split(lengths, q, k, v)]
-            if len(lengths) > 1:
-                first = lengths[0]
-                of_prompt, seen = _flash(
-                    q[:, :, first:], k[:, :, :prompt], v[:, :, :prompt], 0.0, False, scale=scale
-                )
-                own, lse = (torch.cat(tensors, 2) for tensors in zip(*parts[1:], strict=True))
-                own = own.lerp_(of_prompt, torch.sigmoid(seen - lse)[..., None])
-                parts = [parts[0], (own, torch.logaddexp(lse, seen))]
-            outs += [part[0].permute(2, 1, 0, 3) for part in parts]
-            normalizers += [part[1].permute(2, 1, 0) for part in parts]
-        out = torch.cat(outs).flatten(1, 2)[None].to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, torch.cat(normalizers))
-        ctx.groups, ctx.scale = groups, scale
+        q, k, v = _wide(query, key, value)
+        parts = [
+            _flash(*part, 0.0, True, scale=scale)
+            for part in zip(*(x.split(layout.lengths[0], 2) for x in (q, k, v)), strict=True)
+        ]
+        out = _joined(part[0] for part in parts)
+        lse = torch.cat([part[1] for part in parts], 2)
+        for keys, queries in _slices(layout):
+            more, seen = _flash(q[queries], k[keys], v[keys], 0.0, False, scale=scale)
+            own = lse[queries]
+            out[queries].lerp_(more, torch.sigmoid(seen - own)[..., None])
+            own.copy_(torch.logaddexp(own, seen))
+        out = out.permute(2, 1, 0, 3).flatten(1, 2)[None].to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.layout, ctx.scale = layout, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        wide = _wide(query, key, value)
-        shape = wide[0].permute(2, 1, 0, 3).shape
+        q, k, v = _wide(query, key, value)
+        shape = q.permute(2, 1, 0, 3).shape
         grad, out = (
-            tensor.to(wide[0].dtype).reshape(shape).permute(2, 1, 0, 3) for tensor in (*grads, out)
+            tensor.to(q.dtype).reshape(shape).permute(2, 1, 0, 3) for tensor in (*grads, out)
         )
-        gradients: tuple[list[Tensor], ...] = ([], [], [])
-        for prompt, lengths, tensors in _by_group(
-            ctx.groups, grad, *wide, out, lse.permute(2, 1, 0)
-        ):
-            parts = [
-                _flash_backward(*part, 0.0, True, scale=ctx.scale)
-                for part in _split(lengths, *tensors)
-            ]
-            if len(lengths) > 1:
-                first = lengths[0]
-                g, q, k, v, o, n = (
-                    tensor[:, :, :prompt] if i in (2, 3) else tensor[:, :, first:]
-                    for i, tensor in enumerate(tensors)
-                )
-                of_query, of_key, of_value = _flash_backward(
-                    g, q, k, v, o, n, 0.0, False, scale=ctx.scale
-                )
-                parts[0][1][:, :, :prompt] += of_key
-                parts[0][2][:, :, :prompt] += of_value
-                for part, more in zip(parts[1:], of_query.split(lengths[1:], 2), strict=True):
-                    part[0].add_(more)
-            for collected, tensors_ in zip(gradients, zip(*parts, strict=True), strict=True):
-                collected += [tensor.permute(2, 1, 0, 3) for tensor in tensors_]
-        of_query, of_key, of_value = (torch.cat(collected) for collected in gradients)
-        folded = (of_query.flatten(1, 2), of_key.sum(2), of_value.sum(2))
-        return *(tensor.transpose(0, 1)[None].to(query.dtype) for tensor in folded), None, None
+        tensors = (grad, q, k, v, out, lse)
+        parts = [
+            _flash_backward(*part, 0.0, True, scale=ctx.scale)
+            for part in zip(*(x.split(ctx.layout.lengths[0], 2) for x in tensors), strict=True)
+        ]
+        of_query, of_key, of_value = map(_joined, zip(*parts, strict=True))
+        for keys, queries in _slices(ctx.layout):
+            more = _flash_backward(
+                *(x[keys if x is k or x is v else queries] for x in tensors),
+                *(0.0, False),
+                scale=ctx.scale,
+            )
+            of_query[queries] += more[0]
+            of_key[keys] += more[1]
+            of_value[keys] += more[2]
+        parts = [of_query.transpose(0, 1).flatten(0, 1), of_key.sum(0), of_value.sum(0)]
+        return *(tensor[None].to(query.dtype) for tensor in parts), None, None
+
+
+def _joined(parts: Iterable[Tensor]) -> Tensor:
+    """Concatenate tensors, [B, H, n, D], whose memory is in the order of n, H, B."""
+    return torch.cat([part.permute(2, 1, 0, 3) for part in parts]).permute(2, 1, 0, 3)
+
+
+def _slices(layout: Layout) -> Iterator[tuple[Any, Any]]:
+    """Yield the index of each prefix, and that of the tokens that attend to it, for tensors
+    [B, H, N, ...].
+    """
+    for pair in layout.prefixes.items():
+        keys, queries = ((slice(None), slice(None), slice(*part)) for part in pair)
+        yield keys, queries
 
 
 def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,18 +235,3 @@ def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Te
     repeats = query.shape[1] // key.shape[1]
     folded = query[0].unflatten(0, (-1, repeats)).transpose(0, 1)
     return folded, key.expand(repeats, -1, -1, -1), value.expand(repeats, -1, -1, -1)
-
-
-def _by_group(
-    groups: tuple[tuple[int, ...], ...], *tensors: Tensor
-) -> Iterator[tuple[int, Sequence[int], tuple[Tensor, ...]]]:
-    """Yield each prompt's length, the lengths of its sequences, and their part of each tensor."""
-    totals = [sum(lengths) for _, *lengths in groups]
-    for (prompt, *lengths), *parts in zip(
-        groups, *(tensor.split(totals, 2) for tensor in tensors), strict=True
-    ):
-        yield prompt, lengths, tuple(parts)
-
-
-def _split(lengths: Sequence[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(tensor.split(lengths, 2) for tensor in tensors), strict=True)

@@ -1,8 +1,8 @@
-"""Layout of the sequences of a pass, without padding, in which responses to one prompt share one copy
-of it.
+"""Layout of the sequences of a pass, without padding, in which those that begin with the same tokens
+share one copy of them.
 
-All sequences of a pass are one row of tokens. Of those that begin with the same prompt, the first
-is complete, and the others consist only of their responses, at their original positions. Linear
+All sequences of a pass are one row of tokens. They form a tree of prefixes, in whose order each
+consists only of what follows its longest prefix in the row, at the original positions. Linear
 layers and norms do not need to know this, but attention does (``attention``).
 
 A layout is made on the CPU, because its sizes depend on values, and then copied to the model's
@@ -16,17 +16,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchrl_grpo.images import EncodedImage, ImageSpan, Spans
+from torchrl_grpo.images import EncodedImage, ImageSpan
 from torchrl_grpo.models.rows import Rows
-from torchrl_grpo.models.segments import Segments, send
+from torchrl_grpo.models.segments import send
 
-Prompt = tuple[int, int]
-"""Number of a prompt in its batch, and its length."""
+MIN_SHARED = 16
+"""Fewest tokens that are shared by themselves, beyond a whole prompt."""
+MAX_READERS = 32
+"""Most tokens that attend to a prefix, for each token that sharing it saves. On a CPU such a token
+costs a second call of attention."""
+
+Range = tuple[int, int]
+"""Index of the first token in the row, and of the one after the last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +133,8 @@ class Layout:
             they are predicted from themselves. None if there are none.
         positions: [1, N] int64, or None for padded sequences; with three axes (M-RoPE), [3, 1, N]
             or [3, B, T - 1].
-        groups: for each prompt, its length, the length of the first sequence, and the lengths of
-            the other responses.
+        paths: for each sequence that has tokens of its own, the parts of the row that it attends to,
+            in the order of its positions; its own come last. () for padded sequences.
         once: [R] int64, the sorted unique ``tokens``; None if the embedding gets a dense gradient.
         place: [N] int64, index of each token in ``once``.
         images: the images among the tokens, if there are any.
@@ -138,7 +145,7 @@ class Layout:
     targets: Tensor
     first: Tensor | None = None
     positions: Tensor | None = None
-    groups: tuple[tuple[int, ...], ...] = ()
+    paths: tuple[tuple[Range, ...], ...] = ()
     once: Tensor | None = None
     place: Tensor | None = None
     images: ImageLayout | None = None
@@ -162,7 +169,7 @@ class Layout:
 
     def model_inputs(self) -> dict[str, Any]:
         """Return the arguments of a model's forward."""
-        if not self.groups:
+        if not self.paths:
             inputs = {"input_ids": self.tokens, "use_cache": False}
             return inputs if self.positions is None else inputs | {"position_ids": self.positions}
         mask = torch.ones_like(
@@ -172,26 +179,26 @@ class Layout:
         return inputs | {"use_cache": False, "layout": self}
 
     @cached_property
+    def prefixes(self) -> dict[Range, Range]:
+        """Each part of the row that further sequences attend to, and where these are."""
+        readers: dict[Range, Range] = {}
+        for *shared, (start, end) in self.paths:
+            for prefix in shared:
+                readers[prefix] = readers.get(prefix, (start, end))[0], end
+        return readers
+
+    @cached_property
     def lengths(self) -> tuple[list[int], list[int]]:
         """Number of queries and keys of each sequence."""
-        queries = [own for _, *parts in self.groups for own in parts]
-        keys = [
-            own + bool(i) * prompt for prompt, *parts in self.groups for i, own in enumerate(parts)
-        ]
-        return queries, keys
+        sizes = [[end - start for start, end in path] for path in self.paths]
+        return [own for *_, own in sizes], [sum(parts) for parts in sizes]
 
     @cached_property
     def keys(self) -> GatherIndex:
         """Positions in the row of the tokens that each sequence attends to, one sequence after
         another.
         """
-        places, start = [], 0
-        for prompt, *parts in self.groups:
-            shared = torch.arange(start, start + prompt, device="cpu")
-            for i, own in enumerate(parts):
-                rest = torch.arange(start, start + own, device="cpu")
-                places += [shared] * bool(i) + [rest]
-                start += own
+        places = [torch.arange(*part, device="cpu") for path in self.paths for part in path]
         return GatherIndex(torch.cat(places)).to(self.tokens.device)
 
     @cached_property
@@ -208,28 +215,61 @@ class Layout:
         return {}
 
 
-def shared_prompts(rows: Rows) -> list[Prompt]:
-    """Return the prompt of each sequence: its tokens before the first scored one, and the images
-    among them. Equal prompts have the same number.
+def shared_prefixes(rows: Rows) -> tuple[list[int], list[int]]:
+    """Return the sequences in the order of their tree of prefixes, and how many tokens each shares
+    with the one before it.
+
+    Tokens are the same if those before them are, and their images. A prefix is worth sharing if it
+    contains the prompts of all that begin with it, and otherwise from ``MIN_SHARED`` tokens on, if
+    there are at most ``MAX_READERS`` times as many tokens to attend to it as it saves. Tokens after
+    the last scored one do not count.
     """
-    lengths = rows.lengths.scatter_reduce(0, rows.of_scored.row, _after_first(rows), "amin")
-    tokens, numbers = rows.tokens.numpy(), dict[tuple[bytes, Spans], int]()
-    starts = rows.of_tokens.offsets.tolist()
-    prompts = zip(starts, lengths.tolist(), rows.images or [()] * len(rows), strict=False)
-    return [
-        (
-            numbers.setdefault(
-                (tokens[start : start + length].tobytes(), _before(length, spans)), row
-            ),
-            length,
-        )
-        for row, (start, length, spans) in enumerate(prompts)
-    ]
+    row, position = rows.of_scored.row, _after_first(rows)
+    prompts = rows.lengths.scatter_reduce(0, row, position, "amin").tolist()
+    ends, ids, numbers = _ends(rows), rows.tokens, dict[EncodedImage, int]()
+    for start, spans in zip(rows.of_tokens.offsets.tolist(), rows.images or (), strict=False):
+        for span in spans:  # each image has an id of its own
+            ids = ids.clone() if ids is rows.tokens else ids
+            ids[start + span.offset : start + span.end] = ~numbers.setdefault(
+                span.image, len(numbers)
+            )
+    parts = ids.split(rows.lengths.tolist())
+    sequences = [part[:end].numpy() for part, end in zip(parts, ends, strict=True)]
+    by_tokens = sorted(range(len(rows)), key=lambda number: sequences[number].tobytes())
+    common = [0]
+    for one, other in pairwise(by_tokens):
+        size = min(ends[one], ends[other])
+        differs = sequences[one][:size] != sequences[other][:size]
+        common.append(int(differs.argmax()) if differs.any() else size)
+    # Of each sequence, for each prefix: the first one that begins with it, and its length.
+    tree: list[list[Range]] = [[(0, 0)] for _ in ends]
+    waiting = [(0, len(ends))]
+    while waiting:  # sequences that begin with the same tokens, and with those of one prefix
+        begin, end = waiting.pop()
+        if end - begin < 2:
+            continue
+        members, least = by_tokens[begin:end], min(common[begin + 1 : end])
+        cuts = [at for at in range(begin + 1, end) if common[at] == least]
+        size = least - tree[members[0]][-1][1]
+        readers = sum(ends[number] - least for number in members)
+        is_worth = size >= MIN_SHARED and readers <= MAX_READERS * size * len(cuts)
+        prompt = max(prompts[number] for number in members)
+        if is_worth or least - size + 1 < prompt <= least:
+            for number in members:
+                tree[number].append((min(members), least))
+        waiting += pairwise([begin, *cuts, end])
+    order = sorted(range(len(ends)), key=lambda number: [*tree[number], (number, 0)])
+    shared = [0]
+    for one, other in pairwise(order):
+        same = (a[1] for a, b in zip(tree[one], tree[other], strict=False) if a == b)
+        shared.append(max(same))
+    return order, shared
 
 
-def _before(end: int, spans: Spans) -> Spans:
-    """Return the images that begin before a position."""
-    return tuple(span for span in spans if span.offset < end)
+def _ends(rows: Rows) -> list[int]:
+    """Return of each sequence the number of tokens from which scored ones are predicted."""
+    ends = torch.zeros_like(rows.lengths)
+    return ends.scatter_reduce(0, rows.of_scored.row, _after_first(rows), "amax").tolist()
 
 
 def _after_first(rows: Rows) -> Tensor:
@@ -286,60 +326,61 @@ def _image_layout(spans: Sequence[tuple[int, ImageSpan]]) -> ImageLayout | None:
     return ImageLayout(images, torch.cat(places), GatherIndex(features))
 
 
-def packed(
-    rows: Rows, prompts: Sequence[Prompt] | None = None, grid: Tensor | None = None
-) -> Layout:
-    """Return the layout without padding and with one copy of each prompt. Tokens after the last
-    scored one are dropped.
+def packed(rows: Rows, shared: Sequence[int] | None = None, grid: Tensor | None = None) -> Layout:
+    """Return the layout without padding and with one copy of each shared prefix. Tokens after the
+    last scored one are dropped.
 
     Args:
-        rows: the sequences; no image is partly in the prompt.
-        prompts: prompts of the sequences, if ``shared_prompts`` has already found them in this
-            batch or in a larger one.
+        rows: the sequences.
+        shared: number of tokens that each has in common with the one before it, if
+            ``shared_prefixes`` has put them into their order.
         grid: [3, N] int64, positions with three axes; None counts the tokens.
 
     Returns:
         the layout, on the CPU.
     """
-    row, position = rows.of_scored.row, _after_first(rows)
-    ends = torch.zeros_like(rows.lengths).scatter_reduce(0, row, position, "amax").tolist()
-    rows_of: dict[Prompt, list[int]] = {}
-    for number, prompt in enumerate(shared_prompts(rows) if prompts is None else prompts):
-        if ends[number]:
-            rows_of.setdefault(prompt, []).append(number)
-    if not rows_of:  # a pass that scores nothing still runs
-        rows_of[0, 1], ends[0] = [0], 1
-    # Of each sequence in the row: its number in the batch, its first token that is not in the row
-    # as part of another sequence, the number of its tokens from there, and what is added to a
-    # position for its index in the row, from there on and before.
-    parts, groups, used = list[list[int]](), list[tuple[int, ...]](), 0
-    for (_, length), numbers in rows_of.items():
-        lead = used
-        for number in numbers:
-            start = length if number != numbers[0] else 0
-            parts.append([number, start, ends[number] - start, used - start, lead])
-            used += ends[number] - start
-        sizes = [size for _, _, size, _, _ in parts[-len(numbers) :]]
-        groups.append((length, *filter(None, sizes)))
-    number, start, size, shift, lead = torch.tensor(parts, device="cpu").T
-    own = Segments.of(size)
-    positions = own.number + start[own.row]
-    source = rows.of_tokens.offsets[number[own.row]] + positions
-    of_rows = torch.zeros(len(rows), 3, dtype=torch.int64, device="cpu")
-    of_rows[number] = torch.stack([start, shift, lead], 1)
-    start, shift, lead = of_rows[row].T
-    spans = [
-        (shift_of, span)
-        for number_of, start_of, size_of, shift_of, _ in parts
-        for span in (rows.images[number_of] if rows.images else ())
-        if start_of <= span.offset and span.end <= start_of + size_of
-    ]
-    axes = positions if grid is None else grid[:, source]
+    order: Sequence[int] = range(len(rows))
+    if not shared:
+        order, shared = shared_prefixes(rows)
+    ends, offsets = _ends(rows), rows.of_tokens.offsets.tolist()
+    if not any(ends):  # a pass that scores nothing still runs
+        ends[0] = 1
+    place = torch.zeros_like(rows.tokens)  # of each token in the row
+    source, spans, paths = list[Tensor](), list[tuple[int, ImageSpan]](), list[tuple[Range, ...]]()
+    path, before, used = tuple[Range, ...](), 0, 0
+    for number, same in zip(order, shared, strict=True):
+        if not ends[number]:
+            continue
+        begin, end = offsets[number], used + ends[number] - same
+        place[begin : begin + same] = place[before : before + same]
+        place[begin + same : begin + ends[number]] = torch.arange(used, end, device="cpu")
+        source.append(torch.arange(begin + same, begin + ends[number], device="cpu"))
+        for span in rows.images[number] if rows.images else ():
+            if same <= span.offset and span.end <= ends[number]:
+                spans.append((used - same, span))
+        path = _first_tokens(path, same)
+        if used < end:
+            path = *path, (used, end)
+            paths.append(path)
+        before, used = begin, end
+    places = torch.cat(source)
+    positions = places - rows.of_tokens.offsets[rows.of_tokens.row[places]]
+    axes = positions if grid is None else grid[:, places]
     return _layout(
         rows,
-        rows.tokens[source][None],
-        position - 1 + torch.where(position <= start, lead, shift),
+        rows.tokens[places][None],
+        place[rows.scored - (rows.position > 0).long()],
         positions=axes.unsqueeze(-2),
-        groups=tuple(groups),
+        paths=tuple(paths),
         images=_image_layout(spans),
     )
+
+
+def _first_tokens(path: tuple[Range, ...], count: int) -> tuple[Range, ...]:
+    """Return the parts of a path that have its first tokens."""
+    parts = list[Range]()
+    for start, end in path:
+        if count > 0:
+            parts.append((start, min(end, start + count)))
+        count -= end - start
+    return tuple(parts)

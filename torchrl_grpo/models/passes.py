@@ -6,12 +6,13 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from torchrl_grpo.models.layout import Layout, Prompt, shared_prompts
+from torchrl_grpo.models.layout import Layout, shared_prefixes
 from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import TokenScorer
 
@@ -27,23 +28,19 @@ class Pass:
         index: [n] int64, the sequences; empty in a pass that only keeps several ranks together.
         batch: all sequences.
         scorer: that makes the layout, if it is a ``TokenScorer``.
-        all_prompts: from ``shared_prompts`` of all sequences; None if they are padded.
+        shared: number of tokens that each has in common with the one before it; None if they are
+            padded.
     """
 
     index: Tensor
     batch: Rows
     scorer: object
-    all_prompts: list[Prompt] | None = None
-
-    @property
-    def prompts(self) -> list[Prompt] | None:
-        """Prompts of the sequences."""
-        return (self.all_prompts and [self.all_prompts[row] for row in self.index.tolist()]) or None
+    shared: list[int] | None = None
 
     @property
     def tokens(self) -> int:
         """Number of tokens that it computes."""
-        return pass_tokens(self.batch.lengths[self.index].tolist(), self.prompts)
+        return pass_tokens(self.batch.lengths[self.index].tolist(), self.shared)
 
     @property
     def features(self) -> int:
@@ -62,7 +59,7 @@ class Pass:
         """Their layout, on the CPU; None without a ``TokenScorer``."""
         if not isinstance(self.scorer, TokenScorer):
             return None
-        return self.scorer.layout(self.rows, self.prompts)
+        return self.scorer.layout(self.rows, self.shared)
 
 
 def make_passes(
@@ -77,44 +74,52 @@ def make_passes(
         rank: 0 to ``world_size - 1``.
         world_size: number of ranks.
     """
-    prompts = None
+    order, shared = list(range(len(rows))), None
     if isinstance(scorer, TokenScorer) and scorer.packs(int(rows.lengths.max()), rows.images):
-        prompts = shared_prompts(rows)
-    parts = rank_micro_batches(rows.lengths, max_tokens, rank, world_size, prompts)
-    return [Pass(index, rows, scorer, prompts) for index in parts]
+        order, shared = shared_prefixes(rows)
+    in_order = torch.tensor(order, device="cpu")
+    parts = rank_micro_batches(rows.lengths[in_order], max_tokens, rank, world_size, shared)
+    return [Pass(in_order[part], rows, scorer, _shared_of(shared, part)) for part in parts]
 
 
-def pass_tokens(lengths: Sequence[int], prompts: Sequence[Prompt] | None = None) -> int:
+def _shared_of(shared: Sequence[int] | None, part: Tensor) -> list[int] | None:
+    """Return ``shared`` of only some of the sequences, [n] int64, in their order."""
+    if shared is None:
+        return None
+    between = pairwise(part.tolist())
+    return [0, *(min(shared[one + 1 : other + 1]) for one, other in between)][: len(part)]
+
+
+def pass_tokens(lengths: Sequence[int], shared: Sequence[int] | None = None) -> int:
     """Return the number of tokens that one forward pass over some sequences computes.
 
     Args:
         lengths: number of tokens in each sequence.
-        prompts: prompts of the sequences, from ``shared_prompts``, each computed once; None for
+        shared: how many of them each has in common with the one before it, computed once; None for
             sequences that are padded to the longest one.
 
     Example:
-        >>> pass_tokens([5, 6, 3]), pass_tokens([5, 6, 3], [(0, 4), (0, 4), (2, 1)])
+        >>> pass_tokens([5, 6, 3]), pass_tokens([5, 6, 3], [0, 4, 0])
         (18, 10)
     """
-    if prompts is None:
+    if shared is None:
         return len(lengths) * max(lengths, default=0)
-    again = sum(length for _, length in prompts) - sum(length for _, length in set(prompts))
-    return sum(lengths) - again
+    return sum(lengths) - sum(shared)
 
 
 def micro_batches(
-    lengths: Tensor, max_tokens: int, prompts: Sequence[Prompt] | None = None
+    lengths: Tensor, max_tokens: int, shared: Sequence[int] | None = None
 ) -> list[Tensor]:
     """Split sequences into micro-batches that compute at most ``max_tokens`` tokens each.
 
     Padded sequences are sorted by length, longest first, so that little of the budget goes to
-    padding. Other sequences stay together with those of the same prompt. If they do not fit, the
-    next micro-batch computes the prompt again.
+    padding. Other sequences stay in their order, in which those that share tokens are together. If
+    they do not fit, the next micro-batch computes these tokens again.
 
     Args:
         lengths: [N] int64, number of tokens in each sequence.
         max_tokens: token budget; a longer sequence gets its own micro-batch.
-        prompts: as in ``pass_tokens``.
+        shared: as in ``pass_tokens``.
 
     Returns:
         index tensors [n_i] int64, which together contain each of 0..N-1 once.
@@ -122,22 +127,17 @@ def micro_batches(
     Example:
         >>> [part.tolist() for part in micro_batches(torch.tensor([2, 5, 3]), 6)]
         [[1], [2, 0]]
-        >>> [part.tolist() for part in micro_batches(torch.tensor([5, 6, 5]), 8, [(0, 4), (1, 4), (0, 4)])]
-        [[0, 2], [1]]
+        >>> [part.tolist() for part in micro_batches(torch.tensor([5, 5, 6]), 8, [0, 4, 0])]
+        [[0, 1], [2]]
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens} must be at least 1: for example, 4096.")
-    if prompts is None:
+    order = list(range(len(lengths)))
+    if shared is None:
         order = lengths.sort(descending=True, stable=True).indices.tolist()
-    else:
-        order = [row for rows in _by_prompt(prompts).values() for row in rows]
     sizes, parts, used = lengths.tolist(), list[list[int]](), 0
     for row in order:
-        if prompts is None:
-            more = sizes[parts[-1][0]] if parts else 0
-        else:
-            prompt = prompts[row]
-            more = sizes[row] - prompt[1] * bool(parts and prompts[parts[-1][-1]] == prompt)
+        more = sizes[row] - shared[row] if shared else sizes[parts[-1][0]] if parts else 0
         if parts and used + more <= max_tokens:
             parts[-1].append(row)
             used += more
@@ -147,26 +147,18 @@ def micro_batches(
     return [torch.tensor(part, device="cpu") for part in parts]
 
 
-def _by_prompt(prompts: Sequence[Prompt]) -> dict[Prompt, list[int]]:
-    """Return the sequences of each prompt."""
-    rows_of: dict[Prompt, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        rows_of.setdefault(prompt, []).append(row)
-    return rows_of
-
-
 def rank_micro_batches(
     lengths: Tensor,
     max_tokens: int,
     rank: int,
     world_size: int,
-    prompts: Sequence[Prompt] | None = None,
+    shared: Sequence[int] | None = None,
 ) -> list[Tensor]:
     """Return one rank's micro-batches of a shared batch. All ranks compute about the same number of
     tokens.
 
     All ranks get the same number of micro-batches, because each is a collective operation of a
-    sharded model. The sequences of a prompt stay on one rank, unless they are more than half of its
+    sharded model. The sequences of a tree stay on one rank, unless they are more than half of its
     share.
 
     Args:
@@ -174,7 +166,7 @@ def rank_micro_batches(
         max_tokens: as in ``micro_batches``.
         rank: 0 to ``world_size - 1``.
         world_size: number of ranks; with 1, this is ``micro_batches``.
-        prompts: as in ``pass_tokens``.
+        shared: as in ``pass_tokens``.
 
     Returns:
         index tensors [n_i] int64; one is empty if this rank has no sequences for that micro-batch.
@@ -184,26 +176,25 @@ def rank_micro_batches(
         [[1], [0]]
     """
     if world_size == 1:
-        return micro_batches(lengths, max_tokens, prompts)
-    sizes = lengths.tolist()
-    # A sequence that shares no prompt is a group of its own.
-    groups = [(row, 0) for row in range(len(sizes))] if prompts is None else prompts
-    most, pieces = max(1, pass_tokens(sizes, groups) // (2 * world_size)), []
-    for prompt, rows in _by_prompt(groups).items():
-        for part in micro_batches(lengths[rows], most, [prompt] * len(rows)):
-            piece = [rows[number] for number in part.tolist()]
-            used = pass_tokens([sizes[row] for row in piece], [prompt] * len(piece))
-            pieces.append((used, piece))
+        return micro_batches(lengths, max_tokens, shared)
+    common = [0] * len(lengths) if shared is None else shared
+    most, pieces = max(1, pass_tokens(lengths.tolist(), common) // (2 * world_size)), []
+    starts = [row for row, same in enumerate(common) if not same]
+    for begin, end in pairwise([*starts, len(common)]):
+        for part in micro_batches(lengths[begin:end], most, common[begin:end]):
+            piece = part + begin
+            used = pass_tokens(lengths[piece].tolist(), _shared_of(common, piece))
+            pieces.append((used, piece.tolist()))
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, number) for number in range(world_size)]  # a heap
-    for tokens, piece in sorted(pieces, key=itemgetter(0), reverse=True):
+    for tokens, rows in sorted(pieces, key=itemgetter(0), reverse=True):
         load, number = heapq.heappop(loads)
-        shares[number] += piece
+        shares[number] += rows
         heapq.heappush(loads, (load + tokens, number))
     split = []
     for share in map(sorted, shares):
         of_rank = torch.tensor(share, dtype=torch.int64, device="cpu")
-        own = prompts and [prompts[row] for row in share]
-        split.append([of_rank[part] for part in micro_batches(lengths[of_rank], max_tokens, own)])
+        own = micro_batches(lengths[of_rank], max_tokens, _shared_of(shared, of_rank))
+        split.append([of_rank[part] for part in own])
     missing = max(map(len, split)) - len(split[rank])
     return split[rank] + [lengths.new_empty(0)] * missing

@@ -2,15 +2,16 @@
 
 Such a layer carries states from each token of a row to the next. With a ``Layout`` it computes the
 sequences of the row side by side, padded on the right in this layer only. The states after a shared
-prompt are computed once, and the responses to it start from them. A layer whose code cannot start
-from states computes the prompt again for each response.
+prefix are computed once, and what follows it starts from them. A layer whose code cannot start
+from states computes the prefix again for each sequence.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import lru_cache
 from inspect import signature
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ class _States(LinearAttentionLayer):
         self.record_past = True  # a state is then assigned, and not copied in place
         if states:
             self.conv_states[0], self.recurrent_states[0] = states
+            self.conv_kernel_size[0] = states[0].shape[-1]
             self.is_conv_states_initialized[0] = self.has_previous_state[0] = True
 
     def update_recurrent_state(self, state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -53,9 +55,8 @@ class _States(LinearAttentionLayer):
         return pad(inputs, (width, 0))[..., -width:], inputs[..., :0] if state is None else state
 
 
-# A sequence, or what follows its prompt: positions of its tokens in the packed row, [T] int64; how
-# many of the first ones another part has, too; and the number of the prompt whose states it starts
-# from, from 1, or 0.
+# A part of a sequence: positions of its tokens in the packed row, [T] int64; how many of the first
+# ones another part has, too; and the number of the prefix whose states it starts from, from 1, or 0.
 _Part = tuple[Tensor, int, int]
 
 
@@ -66,7 +67,7 @@ class _Call(NamedTuple):
         width: T.
         source: [B T] positions of their tokens in the packed row; padding repeats the last one.
         own: [K] int64, places in [B T] of the tokens whose results are used.
-        starts: [B] the prompts.
+        starts: [B] the prefixes.
     """
 
     width: int
@@ -93,27 +94,33 @@ class _Call(NamedTuple):
 
 
 @lru_cache(1)  # all layers of a pass share it
-def _make_plan(layout: Layout, forks: bool) -> tuple[list[_Call], list[_Call], Tensor]:
+def _make_plan(layout: Layout, forks: bool) -> tuple[list[tuple[_Call, int]], list[_Call], Tensor]:
     """Return the calls of a layer for a packed row of N tokens.
 
     Args:
         layout: of the row.
-        forks: whether responses start from the states of a shared prompt.
+        forks: whether sequences start from the states of a shared prefix.
 
     Returns:
-        calls whose last states are kept, one for each shared prompt; calls after them; and the
+        calls whose last states are kept, one for each end of a prefix, with the number of the
+        prefix whose states it starts from, from 1, or 0; calls after them; and the
         index of each token of the row among the results of all calls, [N] int64.
     """
-    prompts, parts = list[_Part](), list[_Part]()
-    rows = iter(torch.arange(layout.tokens.shape[1], device="cpu").split(layout.lengths[0]))
-    for length, *sizes in layout.groups:
-        first, *others = islice(rows, len(sizes))
-        prompt = first[:length]
-        if forks and others:
-            prompts += [(prompt, 0, 0)]
-            parts += [(row, 0, len(prompts)) for row in (first[length:], *others) if len(row)]
+    prefixes, parts, number = list[_Part](), list[_Part](), dict[int, int]()
+    cuts = sorted(end for _, end in layout.prefixes) if forks else []
+    for path in layout.paths:
+        *shared, (start, end) = path
+        if forks:
+            state = number[shared[-1][1]] if shared else 0
+            for cut in cuts[bisect_right(cuts, start) : bisect_right(cuts, end)]:
+                prefixes.append((torch.arange(start, cut, device="cpu"), 0, state))
+                start, state = cut, len(prefixes)
+                number[cut] = state
+            if start < end:
+                parts.append((torch.arange(start, end, device="cpu"), 0, state))
         else:
-            parts += [(first, 0, 0), *((torch.cat([prompt, row]), length, 0) for row in others)]
+            row = torch.cat([torch.arange(*part, device="cpu") for part in path])
+            parts.append((row, len(row) - (end - start), 0))
     # In a call, no part from 64 tokens on is twice as long as another.
     parts.sort(key=lambda part: -len(part[0]))
     calls = [
@@ -121,10 +128,10 @@ def _make_plan(layout: Layout, forks: bool) -> tuple[list[_Call], list[_Call], T
     ]
     device = layout.tokens.device
     return (
-        [_Call.of([part], 1, device) for part in prompts],
+        [(_Call.of([part], 1, device), part[2]) for part in prefixes],
         # States would be updated in place by a single token.
         [_Call.of(call, 2, device) for call in calls],
-        send(torch.cat([row[skip:] for row, skip, _ in prompts + parts]).argsort(), device),
+        send(torch.cat([row[skip:] for row, skip, _ in prefixes + parts]).argsort(), device),
     )
 
 
@@ -133,7 +140,7 @@ class PackedLayer(nn.Module):
 
     Attributes:
         layout: of the tokens that it gets next; None if they are a batch, as for Hugging Face.
-        forks: whether responses start from the states of their prompt.
+        forks: whether sequences start from the states of their prefixes.
     """
 
     layer_idx: int
@@ -156,8 +163,10 @@ class PackedLayer(nn.Module):
             results.append(out.flatten(0, 1).index_select(0, call.own))
             return states
 
-        prompts, sequences, order = _make_plan(self.layout, self.forks)
-        after = [compute(call).last() for call in prompts]
+        prefixes, sequences, order = _make_plan(self.layout, self.forks)
+        after = list[tuple[Tensor, Tensor]]()
+        for call, start in prefixes:
+            after.append(compute(call, *(after[start - 1] if start else ())).last())
         # Before its first token, the states of a sequence are zeros.
         states = [
             torch.cat([torch.zeros_like(kind[0]), *kind]) for kind in zip(*after, strict=True)

@@ -42,7 +42,7 @@ from torchrl_grpo.images.features import (
 )
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
 from torchrl_grpo.models.head import Centering, chunked_log_probs, tied_embedding, tied_rows
-from torchrl_grpo.models.layout import Layout, Prompt, packed, padded, pick
+from torchrl_grpo.models.layout import Layout, packed, padded, pick
 from torchrl_grpo.models.loading import base_model_of, check_adapters
 from torchrl_grpo.models.padding import is_of_wrapper, sequences_of
 from torchrl_grpo.models.recurrent import pack_recurrent
@@ -145,7 +145,7 @@ class TokenScorer(TensorDictModuleBase):
         self.out_keys = [*self.out_keys, keys.DIVERGENCE]
 
     def packs(self, longest: int, images: Sequence[Spans] | None = None) -> bool:
-        """Whether sequences of at most ``longest`` tokens are packed: without padding, and each prompt
+        """Whether sequences of at most ``longest`` tokens are packed: without padding, and each prefix
         computed once. ``images`` has the images of each sequence.
 
         Where not, a warning says why, once.
@@ -184,12 +184,12 @@ class TokenScorer(TensorDictModuleBase):
         scores = self.score_rows(self.layout(rows))
         return rows.padded(scores["log_prob"]), rows.padded(scores["entropy"])
 
-    def layout(self, rows: Rows, prompts: Sequence[Prompt] | None = None) -> Layout:
+    def layout(self, rows: Rows, shared: Sequence[int] | None = None) -> Layout:
         """Return how a pass over sequences computes them, on the CPU.
 
         Args:
             rows: the sequences.
-            prompts: of the sequences, where ``shared_prompts`` has found them already.
+            shared: see ``packed``.
 
         Raises:
             ValueError: they are longer than the model's ``exact_context``.
@@ -207,7 +207,7 @@ class TokenScorer(TensorDictModuleBase):
             each = zip(rows.tokens.split(rows.lengths.tolist()), rows.images, strict=True)
             grid = torch.cat([grid_positions(self.base, *row) for row in each], 1)
         packs = self.packs(longest, rows.images)
-        layout = packed(rows, prompts, grid) if packs else padded(rows, grid)
+        layout = packed(rows, shared, grid) if packs else padded(rows, grid)
         return layout.with_unique_tokens() if tied_embedding(self.base) is not None else layout
 
     def for_passes(self) -> AbstractContextManager[None]:
@@ -516,7 +516,7 @@ def _check_packing(scorer: TokenScorer, tokens: Tensor, dtype: torch.dtype) -> s
     """Return why a model cannot be packed, within or beyond the lengths at which its layers change
     (``_LENGTHS``), because its log-probs would differ; or "".
 
-    Recurrent layers that cannot start from the states of a prompt compute it again from then on.
+    Recurrent layers that cannot start from the states of a prefix compute it again from then on.
     """
     for forks in (True, False):
         for layer in (layers := pack_recurrent(scorer.base)):
@@ -536,19 +536,22 @@ def _check_packing(scorer: TokenScorer, tokens: Tensor, dtype: torch.dtype) -> s
 
 
 def _compare_packing(scorer: TokenScorer, tokens: Tensor, dtype: torch.dtype) -> str:
-    """Do ``_check_packing`` for two groups of two, with the model's own windows."""
-    tokens = tokens.view(2, 6)[[0, 0, 1, 1]]
-    tokens[1::2, 3:] = tokens[0::2, 2:5]  # the same prompt of three tokens, another response
-    mask = torch.arange(6, device=tokens.device) >= torch.tensor(
-        [[3], [3], [2], [3]], device=tokens.device
-    )
+    """Do ``_check_packing`` for a group and a tree of two branches, with the model's own windows."""
+    shared = [0, 3, 0, 2, 4]
+    tokens = tokens.view(2, 6)[[0, 0, 1, 1, 1]]
+    tokens[1, 3:] = tokens[0, 2:5]
+    tokens[3:, 2:4], tokens[3, 4:] = tokens[2, 1:3], tokens[2, 3:5]
+    starts = torch.tensor([[3], [3], [2], [2], [2]], device=tokens.device)
+    mask = torch.arange(6, device=tokens.device) >= starts
     changed = tokens.clone()
     changed[0, 3:] = tokens[0, :3]  # another first response, beside which the others are the same
     scores = []
     try:
         for why in ("it is being checked", ""):
             scorer.base.unpacked_because = why
-            scores += [scorer.score(batch, mask)[0][mask] for batch in (tokens, changed)]
+            for batch in (tokens, changed):
+                layout = scorer.layout(Rows.from_padded(batch, mask), shared)
+                scores.append(scorer.score_rows(layout)["log_prob"])
     except _MODEL_ERRORS as error:
         return _first_line(error)
     padded, padded_beside, packed, packed_beside = scores

@@ -192,7 +192,7 @@ def test_a_budget_keeps_branches_together_and_changes_no_score(
 ) -> None:
     share_everything(monkeypatch)
     scorer = TokenScorer(make_tiny_model())
-    trees = [random_tree(seed, sizes=(20, 40)) for seed in range(4)]
+    trees = [random_tree(seed, 24, sizes=(20, 40)) for seed in range(2)]
     tree = [row for rows in zip(*trees, strict=True) for row in rows]  # mixed up
     rows = rows_of(tree)
     expected = scorer.score_rows(scorer.layout(rows))["log_prob"]

@@ -6,9 +6,9 @@ of the data set; the other arguments are options. It returns a number, a bool, N
 or a dict of named parts.
 
 ``BUILTINS`` maps names to the functions' import paths, so that using one reward does not import the
-packages of others. No built-in reward raises because of a response's text or size, except ``judge``
-and ``reward_model``, which query a model. They raise ``ValueError`` for an invalid option or
-column, and ``ImportError`` if their package is missing.
+packages of others. No built-in reward raises because of a response's text or size, except those that
+query a model (``judge``, ``judge_ranking``, ``rubric`` and ``reward_model``). They raise
+``ValueError`` for an invalid option or column, and ``ImportError`` if their package is missing.
 
 >>> sorted(BUILTINS)[:4]
 ['code', 'countdown', 'format', 'gsm8k']
@@ -24,7 +24,7 @@ BUILTINS = {
     **{name: f"torchrl_grpo.rewards.{name}:{name}" for name in ("countdown", "gsm8k")},
     **{
         name: f"torchrl_grpo.integrations.graders.{name}:{name}"
-        for name in ("code", "ifeval", "judge", "math", "reward_model")
+        for name in ("code", "ifeval", "judge", "judge_ranking", "math", "reward_model", "rubric")
     },
     **{
         name: f"torchrl_grpo.rewards.heuristics:{name}"

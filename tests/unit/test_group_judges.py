@@ -1,0 +1,224 @@
+"""Judges that rank the responses to a problem, or check them against criteria, behind a real HTTP
+server.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from torchrl_grpo.tasks.base import Dialog, Problem, Score
+from torchrl_grpo.tasks.with_rewards import make_rewards
+
+pytest.importorskip("httpx2")
+
+
+class Judge:
+    """An endpoint that replies by a rule from the request's text; a rule that raises is status 500."""
+
+    def __init__(self, rule: Callable[[str], str]) -> None:
+        self.questions: list[str] = []
+        judge = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                question = body["messages"][0]["content"]
+                judge.questions.append(question)
+                try:
+                    text, status = rule(question), 200
+                except ValueError as error:
+                    text, status = str(error), 500
+                choice = {"message": {"content": text}, "finish_reason": "stop"}
+                sent = json.dumps({"choices": [choice], "usage": {"total_tokens": 12}}).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(sent)))
+                self.end_headers()
+                self.wfile.write(sent)
+
+            def log_message(self, *args: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        url = f"http://127.0.0.1:{self.server.server_port}/v1"
+        self.options = {"url": url, "model": "judge", "retries": 0, "timeout_s": 1}
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Callable[[str], str]], Judge]]:
+    judges: list[Judge] = []
+
+    def start(rule: Callable[[str], str]) -> Judge:
+        judges.append(Judge(rule))
+        return judges[-1]
+
+    yield start
+    for judge in judges:
+        judge.server.shutdown()
+        judge.server.server_close()
+
+
+def shown(question: str) -> list[str]:
+    return re.findall(r'<response number="\d+">\n(.*?)\n</response>', question, re.S)
+
+
+def by_length(question: str) -> str:
+    texts = shown(question)
+    order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+    return "Ranking: 9 > 9, no.\n**Ranking:** " + " > ".join(str(i + 1) for i in order)
+
+
+def by_place(question: str) -> str:
+    return "Ranking: " + ", ".join(str(i + 1) for i in range(len(shown(question))))
+
+
+def ranked(judge: Judge, responses: list[str], prompt: str = "1+1=?", **options: Any) -> Score:
+    rewards = make_rewards({"fn": "judge_ranking", "judge": judge.options, **options})
+    dialogs = [Dialog(Problem(prompt, "2"), [text]) for text in responses]
+    return rewards(Dialog(Problem(prompt, "2"), ["-"], group=dialogs))
+
+
+def test_a_ranking_is_a_reward_from_1_to_0_with_equal_responses_alike(serve: Any) -> None:
+    judge = serve(by_length)
+    parts = ranked(judge, ["aa", "a", "aaa", "aa"]).parts
+    assert [parts[f"{i}/judge_ranking"] for i in range(4)] == [0.5, 0.0, 1.0, 0.5]
+    assert [parts[f"{i}/judge_ranking/tokens"] for i in range(4)] == [3.0] * 4
+    assert [parts[f"{i}/"] for i in range(4)] == [0.5, 0.0, 1.0, 0.5]
+    again = ranked(judge, ["aa", "a", "aaa", "aa"]).parts
+    assert again["0/judge_ranking"] == 0.5 and again["0/judge_ranking/tokens"] == 0
+    assert len(judge.questions) == 1  # its answer is kept
+    assert ranked(judge, ["b", "b"]).parts["1/judge_ranking"] == 0.5 and len(judge.questions) == 1
+
+
+def test_shuffling_removes_the_preference_for_a_place(serve: Any) -> None:
+    judge = serve(by_place)
+    sums = [0.0] * 4
+    for number in range(200):
+        parts = ranked(judge, ["a", "b", "c", "d"], f"{number}+1=?").parts
+        sums = [total + parts[f"{i}/judge_ranking"] for i, total in enumerate(sums)]
+    assert max(sums) - min(sums) < 200 * 0.15  # 1 x 200 if the order were always the same
+    parts = ranked(judge, ["a", "b", "c", "d"], orders=2).parts
+    assert [parts[f"{i}/judge_ranking"] for i in range(4)] == pytest.approx([0.5] * 4)
+    assert parts["0/judge_ranking/agreement"] == 0
+    honest = ranked(serve(by_length), ["a", "bb", "ccc"], orders=2).parts
+    assert [honest[f"{i}/judge_ranking"] for i in range(3)] == [0.0, 0.5, 1.0]
+    assert honest["2/judge_ranking/agreement"] == 1
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "Ranking: 1 > 1 > 2",
+        "Ranking: 1 > 2",
+        "Ranking: 1 > 2 > 3 > 4",
+        "3 2 1",
+        "Ranking: 0 > 1 > 2",
+    ],
+)
+def test_a_malformed_ranking_is_an_error(serve: Any, reply: str) -> None:
+    with pytest.raises(ValueError, match="rank 3 responses"):
+        ranked(serve(lambda question: reply), ["a", "b", "c"])
+
+
+def test_a_slow_or_dead_judge_is_an_error_and_is_asked_again_later(serve: Any) -> None:
+    problems = iter(["slow", "dead"])
+
+    def rule(question: str) -> str:
+        match next(problems, ""):
+            case "slow":
+                time.sleep(1.5)
+            case "dead":
+                raise ValueError("dead")
+        return by_length(question)
+
+    judge = serve(rule)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="must answer"):
+            ranked(judge, ["a", "bb"])
+    assert ranked(judge, ["a", "bb"]).parts["1/judge_ranking"] == 1
+
+
+def test_a_judge_that_dies_between_two_orders_ranks_nothing(serve: Any) -> None:
+    replies = iter([by_length])
+
+    def rule(question: str) -> str:
+        for reply in replies:
+            return reply(question)
+        raise ValueError("dead")
+
+    with pytest.raises(RuntimeError, match="dead"):
+        ranked(serve(rule), ["a", "bb"], orders=2)
+
+
+CRITERIA = ["Says 2", {"criterion": "Is polite", "weight": 3, "name": "polite"},
+            {"criterion": "Swears", "weight": -2, "name": "swears"}]  # fmt: skip
+
+
+def checked(judge: Judge, response: str, criteria: Any = CRITERIA, **options: Any) -> Any:
+    spec = {"fn": "rubric", "judge": judge.options, **options}
+    return make_rewards(spec)(Dialog(Problem("1+1=?", "2", {"criteria": criteria}), [response]))
+
+
+def verdicts(question: str) -> str:
+    response = question.split("<response>")[1].split("</response>")[0]
+    criteria = re.findall(
+        r"^(\d+): (.*)$", question.split("<criteria>")[1].split("</criteria>")[0], re.M
+    )
+    words = {"Says 2": "2", "Is polite": "please", "Swears": "damn"}
+    return "\n".join(
+        f"{number}: {'yes' if words[text] in response else 'no'}" for number, text in criteria
+    )
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_rubric_is_the_weighted_share_of_what_is_met(serve: Any, together: bool) -> None:
+    judge = serve(verdicts)
+    score = checked(judge, "2, please", together=together)
+    requests = 1 if together else 3
+    assert (score.reward, score.correct, len(judge.questions)) == (1.0, True, requests)
+    assert score.parts == {
+        "rubric": 1.0, "rubric/1": 1.0, "rubric/polite": 1.0, "rubric/swears": 0.0,
+        "rubric/tokens": 12.0 * requests,
+    }  # fmt: skip
+    score = checked(judge, "please, damn", together=together)
+    assert (score.reward, score.correct) == (0.25, False)  # (3 - 2) / (1 + 3)
+    assert checked(judge, "damn").reward == 0
+    option = make_rewards({"fn": "rubric", "judge": judge.options, "criteria": ["Says 2"]})
+    assert option(Dialog(Problem("1+1=?", "2"), ["2"])).parts["rubric/1"] == 1
+
+
+def test_repeated_judgments_are_averaged_and_their_agreement_is_a_part(serve: Any) -> None:
+    rng = random.Random(0)
+    replies = iter(["1: yes", "1: no", "1: yes", "1: yes"])
+    lock = threading.Lock()
+
+    def rule(question: str) -> str:
+        with lock:
+            return next(replies) if rng else ""
+
+    score = checked(serve(rule), "2", ["Says 2"], judgments=4)
+    assert score.parts["rubric"] == score.parts["rubric/agreement"] == 0.75
+
+
+@pytest.mark.parametrize(
+    "reply", ["1: yes", "1: yes\n2: yes\n2: no\n3: no", "1: yes\n2: maybe\n3: no", "yes no yes", ""]
+)
+def test_a_missing_or_contradictory_verdict_is_an_error(serve: Any, reply: str) -> None:
+    with pytest.raises(ValueError, match="verdict on each of 3"):
+        checked(serve(lambda question: reply), "2")
+
+
+@pytest.mark.parametrize(
+    "criteria", [[], [{"criterion": "a", "weight": -1}], [{"criterion": "a", "name": "tokens"}]]
+)
+def test_criteria_that_cannot_be_weighed_are_refused(serve: Any, criteria: Any) -> None:
+    with pytest.raises(ValueError, match="criteria"):
+        checked(serve(verdicts), "2", criteria)

@@ -98,6 +98,14 @@ def test_a_ranking_is_a_reward_from_1_to_0_with_equal_responses_alike(serve: Any
     assert ranked(judge, ["b", "b"]).parts["1/judge_ranking"] == 0.5 and len(judge.questions) == 1
 
 
+def test_the_oldest_answers_are_forgotten(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrl_grpo.integrations.graders.judge._MAX_ANSWERS", 1)
+    judge = serve(by_length)
+    for responses in (["c", "cc"], ["c", "ccc"], ["c", "ccc"], ["c", "cc"]):
+        ranked(judge, responses)
+    assert len(judge.questions) == 3
+
+
 def test_shuffling_removes_the_preference_for_a_place(serve: Any) -> None:
     judge = serve(by_place)
     sums = [0.0] * 4

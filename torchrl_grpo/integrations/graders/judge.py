@@ -41,6 +41,8 @@ _CONTINUED = re.compile(
 )
 _SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", ",": "."})
 _MAX_ANSWER_BYTES = 4 * 2**20  # bytes
+_MAX_ANSWERS = 2**14
+"""Replies that a process remembers; the oldest are forgotten."""
 
 # Answers of each event loop, by endpoint and request, and its clients, by endpoint, concurrency and
 # key variable.
@@ -153,6 +155,8 @@ async def ask(
     if is_new := key not in answers:
         request = _ask(_client(url, concurrency, api_key_env), body, retries, timeout_s)
         answers[key] = asyncio.ensure_future(request)
+        if len(answers) > _MAX_ANSWERS:
+            del answers[next(iter(answers))]
     try:
         reply, tokens = await asyncio.shield(answers[key])
     except Exception:

@@ -414,6 +414,8 @@ _OF_ADAPTERS = (
     "lora_alpha",
     "target_modules",
     "target_parameters",
+    "layers_to_transform",
+    "layers_pattern",
     "rank_pattern",
     "alpha_pattern",
     "use_rslora",
@@ -430,7 +432,7 @@ def adapter_settings(folder: str) -> dict[str, Any]:
     """
     try:
         saved = json.loads((Path(folder) / "adapter_config.json").read_bytes())
-        settings = {name: saved[name] for name in _OF_ADAPTERS if saved.get(name)}
+        settings = {name: saved[name] for name in _OF_ADAPTERS if saved.get(name) is not None}
         if saved["peft_type"] != "LORA" or not isinstance(settings["r"], int):
             raise ValueError(f"peft_type={saved['peft_type']}, r={settings['r']}")
         if saved.get("init_lora_weights") not in (None, True, False, "gaussian"):

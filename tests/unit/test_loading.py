@@ -174,7 +174,10 @@ def test_adapters_that_a_user_of_the_weight_would_ignore_are_refused(
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"target_modules": ["q_proj", "down_proj"], "rank_pattern": {"q_proj": 2}}],
+    [
+        {"target_modules": ["q_proj"], "layers_to_transform": 0},
+        {"target_modules": ["q_proj", "down_proj"], "rank_pattern": {"q_proj": 2}},
+    ],
 )
 def test_training_goes_on_with_saved_adapters(settings: dict[str, Any], tmp_path: Path) -> None:
     saved = make_lora(use_rslora=True, alpha_pattern={"down_proj": 3}, **settings)
@@ -215,6 +218,12 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) ->
             r"2 tensors are missing.*base\.bias",
         ),
         (lambda folder: change_settings(folder, r=3), "of another shape"),
+        (lambda folder: change_settings(folder, target_modules=["c_attn"]), "c_attn.*not found"),
+        (lambda folder: change_settings(folder, lora_alpha="x"), "unsupported operand"),
+        (
+            lambda folder: change_tensors(folder, lambda t: next(iter(t.values())).fill_(torch.nan)),
+            "1 tensors are .*not finite",
+        ),
     ],
 )
 def test_adapters_of_another_kind_or_model_are_refused(

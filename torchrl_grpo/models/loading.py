@@ -501,15 +501,17 @@ def add_lora(
     from peft import LoraConfig, get_peft_model  # slow to import, and only LoRA runs need it
 
     settings = {"r": r, "lora_alpha": alpha, "target_modules": target_modules}
-    config = LoraConfig(
-        **(settings if path is None else adapter_settings(path)),
-        exclude_modules=_vision_modules(model),
-        task_type="CAUSAL_LM",
-    )
+    if path is not None:
+        settings = adapter_settings(path)
     try:
+        config = LoraConfig(
+            **settings, exclude_modules=_vision_modules(model), task_type="CAUSAL_LM"
+        )
         adapted = get_peft_model(model, config).eval()
         check_adapters(adapted)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
+        if path is not None:
+            raise _not_adapters(path, error) from error
         others = (
             "[q_proj,k_proj,v_proj,o_proj]" if target_modules == "all-linear" else "[all-linear]"
         )
@@ -535,16 +537,24 @@ def _load_adapters(model: nn.Module, folder: Path) -> None:
     wrong = [
         name
         for name in {**own, **saved}
-        if name not in own or name not in saved or own[name].shape != saved[name].shape
+        if name not in own
+        or name not in saved
+        or own[name].shape != saved[name].shape
+        or not saved[name].isfinite().all()
     ]
     if wrong:
-        raise ValueError(
-            f"train_model.lora.path={folder} must have plain LoRA adapters of model.name in "
-            f"adapter_model.safetensors, but {len(wrong)} tensors are missing, unknown or of "
-            f"another shape ({', '.join(wrong[:3])}): use the model that they were trained with."
-        )
+        names = ", ".join(wrong[:3])
+        problem = f"{len(wrong)} tensors are missing, unknown, not finite or of another shape"
+        raise _not_adapters(folder, f"in adapter_model.safetensors {problem} ({names})")
     for name, weight in own.items():
         weight.copy_(saved[name])
+
+
+def _not_adapters(folder: str | Path, why: object) -> ValueError:
+    return ValueError(
+        f"train_model.lora.path={folder} must have plain LoRA adapters of model.name, but {why}: "
+        "use the model that they were trained with."
+    )
 
 
 class _OutsideAutocast:

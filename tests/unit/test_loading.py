@@ -221,7 +221,9 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) ->
         (lambda folder: change_settings(folder, target_modules=["c_attn"]), "c_attn.*not found"),
         (lambda folder: change_settings(folder, lora_alpha="x"), "unsupported operand"),
         (
-            lambda folder: change_tensors(folder, lambda t: next(iter(t.values())).fill_(torch.nan)),
+            lambda folder: change_tensors(
+                folder, lambda t: next(iter(t.values())).fill_(torch.nan)
+            ),
             "1 tensors are .*not finite",
         ),
     ],

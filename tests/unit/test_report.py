@@ -649,3 +649,22 @@ def test_panel_svg_takes_its_colors_from_the_page_and_is_reproducible() -> None:
     svg = panel_svg(PANELS[0], records)
     assert svg.startswith("<svg") and "var(--ink)" in svg and "var(--line)" in svg
     assert svg == panel_svg(PANELS[0], records)
+
+
+def test_each_evaluation_is_compared_with_the_first(tmp_path: Path) -> None:
+    """Of 20 problems 8 more are solved: McNemar's exact p is 2 / 256 = 0.008."""
+    rows = [
+        {"step": step, "split": "test", "query": f"q{n}", "problem": n, "valid": True, "response": "",
+         "reward": 1.0, "correct": n < solved, "correct_of": [n % 4, 4]}
+        for step, solved in ((0, 4), (5, 12)) for n in range(20)
+    ]  # fmt: skip
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert re.search(
+        r"greedy</td><td class=.number.>60.0%</td>\s*<td class=.good.>\+40.0 points .*: better<",
+        page,
+    )
+    assert re.search(
+        r"sampled</td><td class=.number.>37.5%</td>\s*<td class=..>\+0.0 points .*p = 1, 20 problems\): no difference",
+        page,
+    )

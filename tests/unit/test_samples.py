@@ -168,6 +168,8 @@ def test_where_nothing_matches_it_says_what_there_is(folder: Path) -> None:
         ),
         ([".", "--limit", "0"], "0 must be an integer of at least 1"),
         ([__file__, "--sort", "change"], "add --compare"),
+        (["--compare", ".", ".", "."], "--compare A B"),
+        ([], "give either RUN"),
     ],
 )
 def test_a_mistake_ends_with_what_to_do(
@@ -176,3 +178,27 @@ def test_a_mistake_ends_with_what_to_do(
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_two_runs_are_compared_over_the_problems_that_both_tested(tmp_path: Path) -> None:
+    """8 problems are worse and 1 is better: McNemar's exact p is 2 * 10 / 512 = 0.039."""
+    for name, solved in (("a", range(8)), ("b", range(8, 9))):
+        folder = tmp_path / name
+        (folder / "checkpoints" / "checkpoint_000005").mkdir(parents=True)
+        rows = [
+            sample(step, f"q{n}", name, float(n in solved and step == 5), problem=n)
+            for step in (0, 5, 9)
+            for n in range(20 if name == "a" else 12)
+        ]
+        (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runs = [str(tmp_path / name) for name in "ab"]
+    points = [f"{run}/checkpoints/checkpoint_000005" for run in runs]
+    file = io.StringIO()
+    main(["--compare", *points], file, 200)
+    assert "12 problems: 1 better, 8 worse, 3 the same" in file.getvalue()
+    [line] = [line for line in file.getvalue().splitlines() if "greedy" in line]
+    assert "-58.4 points" in line and line.endswith("12 problems): worse")
+    assert 0.034 < float(line.partition("p = ")[2].partition(",")[0]) < 0.045
+    file = io.StringIO()
+    main(["--compare", *runs], file, 200)  # the last evaluations are equal
+    assert "p = 1, 12 problems): no difference shown" in file.getvalue()

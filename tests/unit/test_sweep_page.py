@@ -157,3 +157,18 @@ def test_a_folder_without_jobs_is_refused(
         main([str(tmp_path)])
     assert end.value.code == 2
     assert f"error: {tmp_path} must be the folder of a multirun" in capsys.readouterr().err
+
+
+def test_runs_are_compared_with_the_best_one_and_corrected_for_their_number(sweep: Path) -> None:
+    """Job 1 solves all of 20 problems, the others all but 6: p = 2/64, for two tests 4/64."""
+    for job, solved in ((1, 20), (0, 14), (2, 14)):
+        rows = [
+            {"step": 1, "split": "test", "query": f"q{n}", "problem": n, "valid": True, "correct": n < solved}
+            for n in range(20)
+        ]  # fmt: skip
+        (sweep / str(job) / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    found = re.findall(
+        r"-30.0 points \([^)]*p = (\S+), 20 problems\): no difference shown",
+        text_of(write_sweep(sweep)),
+    )
+    assert len(found) == 2 and all(0.055 < float(p) < 0.071 for p in found)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jinja2
 
+from torchrl_grpo.extras.report.comparison import compare_tests, tests_of
 from torchrl_grpo.extras.report.panels import ACTIVITY_COLORS, NO_CURVES, has_matplotlib, panels_of
 from torchrl_grpo.extras.report.records import (
     problem_of,
@@ -78,6 +79,7 @@ def write_report(directory: str | os.PathLike[str]) -> Path:
         summary=summary_of(records),
         panels=panels,
         times=_times(records),
+        changes=_changes(samples),
         tested=_tested(samples),
         trained=_trained(samples),
         pictures=partial(_pictures, directory),
@@ -106,6 +108,19 @@ def _times(records: Sequence[Row]) -> list[dict[str, Any]]:
         for name, seconds in totals.items()
         if seconds
     ]
+
+
+def _changes(samples: Sequence[Row]) -> list[tuple[int, str, float, str]]:
+    """Return step, decoding, accuracy and comparison of each evaluation with the first one."""
+    steps = sorted({row["step"] for row in samples if row.get("split") == "test"})
+    tests = [tests_of(samples, step) for step in steps]
+    changes = []
+    for decoding in ("greedy", "sampled"):
+        for step, after in zip(steps[1:], tests[1:], strict=True):
+            comparison = compare_tests(tests[0], after, sampled=decoding == "sampled")
+            if comparison is not None:
+                changes.append((step, decoding, comparison.after, comparison.text))
+    return changes
 
 
 def _tested(samples: Sequence[Row]) -> dict[str, Any] | None:

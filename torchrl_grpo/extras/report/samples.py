@@ -7,6 +7,7 @@ characters are escaped.
     python -m torchrl_grpo samples outputs/DATE/TIME --text "####" --sort length
     python -m torchrl_grpo samples outputs/DATE/TIME --group 784
     python -m torchrl_grpo samples outputs/DATE/TIME --compare --step 0 500 --sort change
+    python -m torchrl_grpo samples --compare outputs/DATE/TIME outputs/DATE/OTHER
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from torchrl_grpo.extras.report.comparison import compare_tests, tests_of
 from torchrl_grpo.extras.report.records import passes, problem_of, valid_reward
 from torchrl_grpo.extras.run_files import read_thumbnail
 from torchrl_grpo.host.files import SAMPLES_FILE, read_jsonl, thumbnail_name
@@ -45,27 +47,43 @@ def main(
     """
     parser = _parser()
     options = parser.parse_args(arguments)
-    path = Path(options.run)
-    path = path / SAMPLES_FILE if path.is_dir() else path
-    if not path.is_file():
-        problem = f"it has no {SAMPLES_FILE}" if Path(options.run).exists() else "it does not exist"
-        parser.error(
-            f"RUN={options.run} must be a run's folder, or its {SAMPLES_FILE}, but {problem}: use "
-            "outputs/DATE/TIME."
-        )
-    if options.sort == "change" and not options.compare:
+    if options.run is None and len(options.compare or ()) == 1:  # --compare RUN
+        options.run = options.compare.pop()
+    if (options.run is None) != (len(options.compare or ()) == 2):
+        parser.error("give either RUN, or --compare A B with two runs or checkpoints.")
+    names = [options.run] if options.run is not None else options.compare
+    paths = [_samples_file(name, parser) for name in names]
+    if options.sort == "change" and options.compare is None:
         parser.error(
             "--sort=change needs two samples of a problem: add --compare, or sort by reward."
         )
-    rows = read_jsonl(path)
-    prompt = partial(_prompt, path.parent)
+    rows = read_jsonl(paths[-1])
+    prompt = partial(_prompt, paths[-1].parent)
     matches = [row for row in rows if _belongs(row, options)]
     console = Console(file=file, width=width, highlight=False)
-    if options.compare:
-        pairs = [pair for pair in compare(matches) if _passes(pair[1], options)]
+    if options.compare is not None:
+        found = compare(matches)
+        if options.compare:
+            old, new = (
+                tests_of(read_jsonl(path), _step_of(name))
+                for name, path in zip(names, paths, strict=True)
+            )
+            found = [
+                (row, new[problem])
+                for problem, row in old.items()
+                if problem in new and options.dataset in (None, row.get("dataset"))
+            ]
+        pairs = [pair for pair in found if _passes(pair[1], options)]
         shown = _first(pairs, options, partial(_pair_key, last=not options.reverse))
         _show_pairs(shown, prompt, console)
         _line(_summary(pairs), console)
+        tests = [pair for pair in found if pair[1].get("split") == "test"]
+        for sampled in (False, True):
+            before, after = (dict(enumerate(pair[end] for pair in tests)) for end in (0, 1))
+            comparison = compare_tests(before, after, sampled=sampled)
+            if comparison is not None:
+                decoding = "sampled" if sampled else "greedy"
+                _line(f"test accuracy, {decoding}: {comparison.text}", console)
     else:
         matches = [row for row in matches if _passes(row, options)]
         for row in _first(matches, options, _key):
@@ -78,6 +96,29 @@ def main(
         datasets = {row["dataset"] for row in rows if "dataset" in row}
         and_datasets = f" and data sets {sorted(datasets)}" if datasets else ""
         _line(f"available: steps {sorted(steps)}{and_datasets}", console)
+
+
+def _samples_file(name: str, parser: argparse.ArgumentParser) -> Path:
+    """Return the samples of a run, or of the run of a checkpoint."""
+    path = Path(name) if _step_of(name) is None else Path(name).resolve().parents[1]
+    path = path / SAMPLES_FILE if path.is_dir() else path
+    if not path.is_file():
+        problem = f"it has no {SAMPLES_FILE}" if Path(name).exists() else "it does not exist"
+        parser.error(
+            f"RUN={name} must be a run's folder, or its {SAMPLES_FILE}, but {problem}: use "
+            "outputs/DATE/TIME."
+        )
+    return path
+
+
+def _step_of(name: str) -> int | None:
+    """Return the step of a checkpoint's folder; None for another one.
+
+    >>> _step_of("outputs/mine/checkpoints/checkpoint_000050"), _step_of("outputs/mine")
+    (50, None)
+    """
+    step = Path(name).name.removeprefix("checkpoint_")
+    return int(step) if step.isdecimal() and "checkpoint_" in name else None
 
 
 def compare(rows: Iterable[Row]) -> list[Pair]:
@@ -103,7 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m torchrl_grpo samples", description="Shows the samples of a run."
     )
-    parser.add_argument("run", metavar="RUN", help=f"a run's folder, or its {SAMPLES_FILE}")
+    parser.add_argument(
+        "run", metavar="RUN", nargs="?", help=f"a run's folder, or its {SAMPLES_FILE}"
+    )
     parser.add_argument("--step", type=int, nargs="+", metavar="N", help="of these steps")
     parser.add_argument("--split", choices=("train", "test"), help="of this split")
     parser.add_argument("--dataset", metavar="NAME", help="of this data set")
@@ -127,8 +170,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--compare",
-        action="store_true",
-        help="each problem at its first and its last step; rewards and text of the last",
+        nargs="*",
+        metavar=("A", "B"),
+        help="each problem at its first and its last step, or of two runs or checkpoints at their "
+        "last evaluation; rewards and text of the last",
     )
     return parser
 

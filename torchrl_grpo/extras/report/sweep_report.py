@@ -16,11 +16,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from torchrl_grpo.extras.report.comparison import adjust, compare_tests, tests_of
 from torchrl_grpo.extras.report.panels import COLORS, LOSS, PANELS, Panel, has_matplotlib, series
 from torchrl_grpo.extras.report.records import OVERRIDES, overrides_of, short_value
 from torchrl_grpo.extras.report.report import page_template, title_of
 from torchrl_grpo.extras.report.summary import merge_steps, objective, summarize
-from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
+from torchrl_grpo.host.files import METRICS_FILE, SAMPLES_FILE, read_jsonl
 from torchrl_grpo.host.folders import check_own_files
 
 _ACCURACY_PANEL = Panel("Test accuracy, greedy", ("eval/pass@1",), percent=True)
@@ -97,6 +98,7 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
             "there is no such job: use a folder such as multirun/2026-01-31/12-00-00."
         )
     keys = varying_keys(jobs)
+    ranked = sorted(jobs, key=_rank)
     tested = any(job.summary["before_step"] is not None for job in jobs)
     settings = _settings(jobs, [key for key in keys if key != "seed"])
     colors = [*_BRIGHT, *[_GRAY] * len(settings)][: len(settings)]
@@ -118,7 +120,8 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
     page = page_template("sweep.html.j2").render(
         title=titles.pop() if len(titles) == 1 else "GRPO sweep",
         name="/".join(directory.resolve().parts[-2:]),
-        jobs=sorted(jobs, key=_rank),
+        jobs=ranked,
+        comparisons=_against_best(directory, ranked),
         reports={job.name for job in jobs if (directory / job.name / "report.html").exists()},
         keys=keys,
         short_value=short_value,
@@ -133,6 +136,19 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
     path = directory / "sweep.html"
     path.write_text(page, encoding="utf-8", errors="replace")
     return path
+
+
+def _against_best(directory: Path, ranked: Sequence[Job]) -> dict[str, str]:
+    """Compare each job's last evaluation with that of the best job, over the same problems."""
+    best, *others = [
+        (job.name, tests_of(read_jsonl(directory / job.name / SAMPLES_FILE))) for job in ranked
+    ]
+    comparisons = adjust([compare_tests(best[1], tests) for _, tests in others])
+    return {
+        name: comparison.text
+        for (name, _), comparison in zip(others, comparisons, strict=True)
+        if comparison is not None
+    }
 
 
 def read_jobs(directory: Path) -> list[Job]:

@@ -19,6 +19,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.images import EncodedImage, ImageFile, ImageSpan
 from torchrl_grpo.models import attention as attending
 from torchrl_grpo.models import layout as layouts
+from torchrl_grpo.models import passes
 from torchrl_grpo.models.layout import packed, shared_prefixes
 from torchrl_grpo.models.passes import make_passes
 from torchrl_grpo.models.rows import Rows
@@ -225,3 +226,7 @@ def test_equal_tokens_of_another_image_are_not_shared() -> None:
     layout = packed(rows)
     assert layout.images.images == tuple(images)
     assert layout.images.places.tolist() == [*range(20, 40), *range(59, 79)]
+
+
+def test_sequences_on_both_sides_of_a_gap_share_what_all_between_share() -> None:
+    assert passes._shared_of([0, 9, 4, 9], torch.tensor([0, 3])) == [0, 4]

@@ -75,12 +75,12 @@ class InferenceModelConfig(DevicesConfig):
     tensor_parallel_size devices."""
     in_flight: str = choice(checks.InFlight, "wait")
     """Effect of new weights on running responses: wait for their end, keep them and continue with
-    the new weights, or abort and restart them. keep and abort need vllm, which with LoRA need not
-    wait: running responses end with the adapters that they began with."""
+    the new weights, or abort and restart them. keep and abort need vllm. With
+    LoRA, wait does not delay vllm: running responses finish with the adapters they started with."""
     weight_transfer: str = choice(checks.WeightTransfer, "auto")
     """How weights reach engines in other processes: object_store (Ray's, anywhere), or for vllm
     without LoRA also broadcast (nccl between GPUs) or cuda_ipc (one GPU). auto is the fastest that
-    fits. object_store replaces a path that fails with the first weights."""
+    fits. object_store replaces a path that fails with an engine's first weights."""
     exact: bool = False
     """transformers: score each response once more by itself, as the trainer will, so that log-probs
     equal the trainer's to the last bit and the ratio is exactly 1 on policy. docs/algorithms.md has

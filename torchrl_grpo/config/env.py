@@ -77,18 +77,18 @@ class EnvConfig(DataConfig):
     tools: list[str] = field(default_factory=list)
     """Functions that the policy may call, as file.py:function or package.module:function; the model
     sees their type hints and docstrings. python is built in: it runs code in a sandbox and keeps
-    the dialog's variables. mcp:COMMAND and mcp:URL are all tools of an MCP server (docs/tools.md).
+    the dialog's variables. mcp:COMMAND or mcp:URL adds all tools of an MCP server (docs/tools.md).
     They run in reward workers, at least one of which is then started."""
     tool_parser: str | None = None
     """tools, agent: a function of yours that finds the calls in a text, as file.py:function; null
-    reads calls as the model's chat template, or its response template, writes them."""
+    parses calls in the format of the model's chat template or response template."""
     agent: str | None = None
     """Who plays the problems with an OpenAI client: file.py:function or package.module:function of
     an async def play(client, problem), or a command line such as "python solve.py"
     (docs/agents.md). Each request is a turn of the policy. Agents run in reward workers, at least
     one of which is then started."""
     abandoned: str = choice(checks.Abandoned, "train")
-    """agent: whether turns from which the agent went back, to ask again or otherwise, are trained
+    """agent: whether to train turns that the agent abandoned by going back to an earlier point
     (docs/agents.md)."""
     transforms: list[dict[str, Any]] = field(default_factory=list)
     """TorchRL's transforms to append to each environment, in order, with arguments next to their

@@ -22,7 +22,7 @@ class EvaluationConfig:
     """Test problems to use, the same ones in each evaluation and run; 0 turns evaluation off."""
     k: int = limited(8, ge=0, le=1024)
     """Samples per problem before and after the run, for pass@k and avg@k (the share of correct ones,
-    with its 95% interval), from 2 to 1,024; 0 omits both.
+    with a 95% confidence interval), from 2 to 1,024; 0 omits both.
     """
     temperature: float | None = limited(None, ge=MIN_TEMPERATURE)
     """Temperature of the samples for pass@k, at least 0.01; null is inference_model.temperature."""
@@ -108,7 +108,7 @@ class LoggingConfig:
     """Steps between two sets of logged samples, at least 1."""
     sample_rows: Any = 32
     """Rows per such step in samples.jsonl, rounded up to whole groups; all is the whole batch and,
-    in evaluations, the tokens of all test problems instead of 20."""
+    in evaluations, includes the tokens of all test problems instead of the first 20."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     mlflow: MLflowConfig = field(default_factory=MLflowConfig)
     trackio: TrackioConfig = field(default_factory=TrackioConfig)

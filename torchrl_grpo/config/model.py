@@ -59,8 +59,8 @@ class LoraConfig:
     [q_proj,v_proj]; none whose weight is the LM head's, such as a tied embedding.
     """
     path: str | None = None
-    """Folder of adapters of model.name, in peft's format, to continue from; it also has their rank,
-    alpha and modules. The reference model is without them.
+    """Folder of adapters for model.name, in peft's format, to continue training. It also sets their
+    rank, alpha and modules. The reference model does not use them.
     """
 
     @property
@@ -83,14 +83,14 @@ class TrainModelConfig(DevicesConfig):
     """Type of the master weights and of the optimizer state. Without LoRA bfloat16 needs
     optimizer.name=adamw_8bit, which rounds weights at random."""
     quantization: str | None = choice(checks.Quantization, None)
-    """nf4: the frozen weights of the linear layers but the head in 4 bits, for trainer and reference
-    model (QLoRA, arXiv 2305.14314), with train_model.lora.enabled=true on one device. Engine and
-    export get them as the trainer computes with them."""
+    """nf4 stores the frozen weights of all linear layers except the LM head in 4 bits, for the trainer
+    and the reference model (QLoRA, arXiv 2305.14314). Needs train_model.lora.enabled=true and one
+    device. The engine and exports get the dequantized weights that the trainer computes with."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
     compile: Any = "auto"
-    """Compile the decoder layers in the first step: true, false, or auto, which does so on CUDA if a
-    pass is large enough to repay it. A layer whose results or gradients would differ is not
+    """Whether the first step compiles the decoder layers: true, false, or auto, which compiles on CUDA
+    if a pass is large enough for a gain. If a layer's results or gradients differ, no layer is
     compiled."""
     tensor_parallel_size: int = limited(1, ge=1)
     """Devices that compute each layer together, at least 1; must divide the number of devices, over
@@ -151,7 +151,7 @@ RULES = (
     ),
     Rule(
         "train_model.quantization",
-        "needs train_model.lora.enabled=true, because weights of 4 bits cannot be trained",
+        "needs train_model.lora.enabled=true, because 4-bit weights cannot be trained",
         "use train_model.lora.enabled=true, or leave train_model.quantization out",
         lambda c: c.train_model.quantization and not c.train_model.lora.enabled,
     ),

@@ -28,9 +28,9 @@ _TOLERANCE = 1e-2
 class Compiled:
     """A function of tensors that is compiled by its first call with a large tensor on CUDA.
 
-    That call compares the results with those of the plain function and, of a layer, the gradients
-    too. If they differ, or if it cannot be compiled, a warning says so, and the plain
-    function is called from then on.
+    That call compares the results with those of the plain function. A layer's first call, and its
+    first one with gradients, compare the gradients too. If they differ, or if it cannot be
+    compiled, a warning says so, and the plain function is called from then on.
 
     Args:
         function: of tensors, the first of which is the largest, and other values; returns a tuple of
@@ -45,13 +45,17 @@ class Compiled:
     is_layer: bool = False
     problems: list[str] = field(default_factory=list)
     _compiled: Callable[..., Any] | None = None
+    _for_grad: bool = False
 
     def __call__(self, largest: Tensor, *args: Any, **kwargs: Any) -> Any:
         is_large = largest.device.type in DEVICES and largest.numel() >= MIN_ELEMENTS
         if (self.is_layer or is_large) and not (self.problems or torch.compiler.is_compiling()):
             try:
-                if self._compiled is None:
+                # A first call without gradients may be one with the adapters off.
+                for_grad = self.is_layer and torch.is_grad_enabled()
+                if self._compiled is None or for_grad > self._for_grad:
                     self._compiled = self._checked(largest, *args, **kwargs)
+                    self._for_grad = for_grad
                 return self._compiled(largest, *args, **kwargs)
             except CompilerError as error:  # later too, at other shapes or settings
                 name, problem = self.function.__qualname__, " ".join(str(error).split())[:300]
@@ -71,7 +75,7 @@ class Compiled:
             # Checkpointing of the layer must not see what is saved here.
             with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
                 out = function(first, *args, **kwargs)
-            grads = torch.autograd.grad(out, inputs, out.detach())
+            grads = torch.autograd.grad(out, inputs, out.detach(), materialize_grads=True)
             return [value.float() for value in (out.detach(), *grads)]
 
         compiled = torch.compile(self.function, dynamic=True)

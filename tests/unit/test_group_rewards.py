@@ -28,6 +28,8 @@ from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Task
+from torchrl_grpo.tasks.conversations import WithRetry
+from torchrl_grpo.tasks.mixed import MixedTask
 from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
 from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 
@@ -96,6 +98,13 @@ def test_invalid_members_shift_nobody(fn: Callable[..., Any], pool: bool) -> Non
         batch["correct" if "correct" in batch else ("next", "correct")].squeeze(-1).tolist()
         == [True, False, True, False, False] * 2
     )
+
+
+def test_other_tasks_of_a_mixture_keep_their_rewards() -> None:
+    mixed = MixedTask([ArithmeticTask(1), with_rewards(longer)], [1, 1], ["plain", "compared"])
+    rows = sample_rows(play(WithRetry(mixed, "Again."), ["1", "22"], groups=4), "train")
+    assert {row["dataset"] for row in rows} == {"plain", "compared"}
+    assert all(row["valid"] for row in rows)
 
 
 def test_a_member_without_any_reward_is_invalid() -> None:

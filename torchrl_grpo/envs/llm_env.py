@@ -491,7 +491,8 @@ class LLMEnv(EnvBase):
         """Have the task compare the responses with valid rewards of each group, if it has several,
         and add the parts of their rewards.
         """
-        valid = [row for row in self._rows if row.outcome.valid]
+        compares = self.task.compares
+        valid = [row for row in self._rows if row.outcome.valid and compares(row.drawn.problem)]
         groups = [[*rows] for _, rows in groupby(valid, lambda row: row.drawn.group)]
         compared = [rows for rows in groups if rows[1:]]
         # Like finished dialogs, so that each task passes them on to its scorer.

@@ -333,6 +333,10 @@ class Task(ABC):
     def problems(self, split: Split) -> Sequence[Problem]:
         """Return all problems of a split, always in the same order. The splits share no problem."""
 
+    def compares(self, problem: Problem) -> bool:
+        """Return whether ``group_rewards`` are of this problem too."""
+        return bool(self.group_rewards)
+
     def messages(self, problem: Problem) -> list[Message]:
         """Return the policy's first prompt: a list of ``{"role": ..., "content": ...}``."""
         chat = [{"role": "user", "content": problem.query}]
@@ -505,6 +509,9 @@ class WrappedTask(DelegatingTask):
 
     def task_of(self, problem: Problem) -> Task:
         return self.task
+
+    def compares(self, problem: Problem) -> bool:
+        return (self.task if self.task.group_rewards else super()).compares(problem)
 
     def advance(
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None

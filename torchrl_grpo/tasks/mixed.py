@@ -108,6 +108,9 @@ class MixedTask(DelegatingTask):
     def task_of(self, problem: Problem) -> Task:
         return self.tasks[problem.dataset]
 
+    def compares(self, problem: Problem) -> bool:
+        return self.task_of(problem).compares(problem)
+
     def advance(
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None
     ) -> list[Turn | Exception]:

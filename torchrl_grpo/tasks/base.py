@@ -511,7 +511,8 @@ class WrappedTask(DelegatingTask):
         return self.task
 
     def compares(self, problem: Problem) -> bool:
-        return (self.task if self.task.group_rewards else super()).compares(problem)
+        task = self.task
+        return task.compares(problem) if task.group_rewards else super().compares(problem)
 
     def advance(
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None

@@ -20,6 +20,7 @@ from tests.support.configs import compose_config
 from tests.support.devices import CPU
 from tests.support.documentation import undocumented
 from tests.support.scripts import ASYNC, SMALL, SYNC, Script, rows_of
+from tests.support.traces import events_of, span_of
 from torchrl_grpo.assembly import prepare as prepare_module
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.host.checkpoint_files import checkpoints_in, step_of
@@ -58,7 +59,16 @@ def test_with_bound_0_the_losses_are_bitwise_the_synchronous_ones(tmp_path: Path
         "env.columns.answer=answer",
     )  # fmt: skip
     expected = run(tmp_path / "sync", *steps, asynchronous=False)
-    got = run(tmp_path / "async", *steps, "train.max_staleness=0", asynchronous=True)
+    overrides = ("train.max_staleness=0", "logging.profile_steps=[1]")
+    got = run(tmp_path / "async", *steps, *overrides, asynchronous=True)
+    events = events_of(tmp_path / "async")
+    [(begin, end)] = span_of(events, "learner: train")
+    events = sorted(events, key=lambda event: -event["ts"])
+    calls = {event["name"]: event for event in events if event["ph"] == "X"}  # the first ones
+    assert calls["play"]["pid"].startswith("sampler 0 ") and calls["play"]["ts"] < begin
+    train = calls["learner: train_batch"]
+    assert train["pid"].startswith("learner 0 ")
+    assert begin < train["ts"] < train["ts"] + train["dur"] < end
     losses = [row["train/loss"] for row in expected[1:]]
     assert [row["train/loss"] for row in got[1:]] == losses
     assert len(losses) == 10 and len(set(losses)) == 10

@@ -130,6 +130,8 @@ def test_a_page_runs_no_script_but_its_own(address: str) -> None:
         "static//etc/passwd",
         "static/%00",
         "metrics.jsonl",
+        "trace/0/trace.json.gz",
+        "trace/0/metrics.jsonl",
         "api/../secret.txt",
         "api/groups/../../secret.txt",
     ],
@@ -138,6 +140,13 @@ def test_no_path_leads_to_a_file(address: str, path: str) -> None:
     status, text, _ = ask(address, path)
     assert status == 404
     assert "secret" not in text and "root:" not in text
+
+
+def test_a_trace_is_served_and_announced(tmp_path: Path) -> None:
+    (make_run(tmp_path / "run") / "trace.json.gz").write_bytes(b"a trace")
+    with served(tmp_path / "run") as address:
+        assert api(address, "status")[0]["trace"]
+        assert ask(address, "trace/0/trace.json.gz")[:2] == (200, "a trace")
 
 
 def test_status_tells_where_each_run_is(address: str) -> None:

@@ -149,6 +149,9 @@ class Run:
                 sample_rows=config.logging.train_rows,
             ),
             Timeline(self.rollouts, self.logger),
+            load_extra("tracer")(
+                config.logging.profile_steps, self.directory, self.learner, self.rollouts
+            ),
             Saver(self.learner, self.rollouts, checkpointer, export, schedule),
             Limits(
                 signal,

@@ -109,6 +109,9 @@ class LoggingConfig:
     sample_rows: Any = 32
     """Rows per such step in samples.jsonl, rounded up to whole groups; all is the whole batch and,
     in evaluations, includes the tokens of all test problems instead of the first 20."""
+    profile_steps: list[int] = field(default_factory=list)
+    """Steps to profile, such as [3,4]; they are slower. trace.json.gz in the run's folder shows
+    operators, kernels and timeline in https://ui.perfetto.dev (docs/metrics.md)."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     mlflow: MLflowConfig = field(default_factory=MLflowConfig)
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
@@ -142,6 +145,12 @@ class LoggingConfig:
 
 
 RULES = (
+    Rule(
+        "logging.profile_steps",
+        "must be steps, of which the first is 1",
+        "for example, [3,4]",
+        bad=lambda steps: min(steps, default=1) < 1,
+    ),
     Rule(
         "logging.sample_rows",
         "must be all, or a whole number of at least 1",

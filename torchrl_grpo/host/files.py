@@ -12,6 +12,7 @@ from typing import Any
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
+TRACE_FILE = "trace.json.gz"
 ENVIRONMENT_FILE = "environment.json"
 _LARGEST = 1e100
 """Largest magnitude of a number: larger ones are not measurements, and their squares may overflow.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torch.profiler import record_function
 from torchrl.envs import Transform
 from transformers import PreTrainedTokenizerBase
 
@@ -86,6 +87,7 @@ class Learner:
         self.trainer.load_state_dict(state, checkpoint)
         self._trained_steps = self.trainer.optim_steps
 
+    @record_function("learner: train_batch")
     def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
         """Train a batch [N]. Return its summary (``rollout/*``), the metrics of the step, and the
         seconds of each stage.

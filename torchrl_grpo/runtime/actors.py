@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 
 from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.host.processes import enable_stack_dump
@@ -49,7 +50,8 @@ class Actor:
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the part, or return the value of an attribute."""
         attribute = getattr(self._part, method)
-        return attribute(*arguments) if callable(attribute) else attribute
+        with record_function(method):
+            return attribute(*arguments) if callable(attribute) else attribute
 
     def call_for_groups(self, method: str, *arguments: Any) -> tuple[Any, ...]:
         """Call a method that returns a result and a list of groups. Each group becomes a separate

@@ -45,6 +45,7 @@ class RayLearner:
         resumable: whether training is between two batches, not in the middle of one, and no rank
             has been lost.
         pids: process id of each rank.
+        ranks: actor of each rank.
 
     Args:
         factory: makes a rank's learner in its process, from the mesh of all ranks, or from None for
@@ -83,7 +84,7 @@ class RayLearner:
             tensor_parallel_size=tensor_parallel_size,
             replicas=replicas,
         )
-        self._ranks = [
+        self.ranks = [
             start_actor(_ROLE, partial(make, rank), rank_options)
             for rank, rank_options in enumerate(options)
         ]
@@ -95,18 +96,18 @@ class RayLearner:
             Exception: any error of the factory.
         """
         address = None
-        if len(self._ranks) > 1:
+        if len(self.ranks) > 1:
             host = own_address()
             self._store = open_store(host, self.actor_timeout_s)
             address = host, self._store.port
-        setup = [rank.setup.remote(self.actor_timeout_s, address) for rank in self._ranks]
+        setup = [rank.setup.remote(self.actor_timeout_s, address) for rank in self.ranks]
         self.pids = self._ask("load the model", setup)
         self.version = self._ask_first("say its version", "version")
 
     def train_groups(self, *groups: Any) -> dict[str, float]:
         """See ``Learner.train_groups``; the groups are references."""
         self.resumable = False
-        steps = [_call(rank, "train_fetched", *groups) for rank in self._ranks]
+        steps = [_call(rank, "train_fetched", *groups) for rank in self.ranks]
         try:
             [metrics, *_] = self._ask("train a batch", steps)
         except KeyboardInterrupt:
@@ -133,7 +134,7 @@ class RayLearner:
             f"From version {version} on, the weights go through the object store: {reason}."
         )
         return (
-            self._ranks[0].call_and_keep.options(num_returns=2).remote("resend", version, reason)[1]
+            self.ranks[0].call_and_keep.options(num_returns=2).remote("resend", version, reason)[1]
         )
 
     def reference_weights(self) -> Any:
@@ -141,19 +142,19 @@ class RayLearner:
         return self._send("reference_weights")
 
     def _send(self, method: str) -> Any:
-        answers = [rank.call_and_keep.options(num_returns=2).remote(method) for rank in self._ranks]
+        answers = [rank.call_and_keep.options(num_returns=2).remote(method) for rank in self.ranks]
         self._ask("gather the weights", [done for done, _ in answers])
         return answers[0][1]
 
     def release(self, version: int) -> None:
         """Free the weights of a version that no engine will read anymore. Does not wait."""
-        if self._ranks:
-            _call(self._ranks[0], "release", version)
+        if self.ranks:
+            _call(self.ranks[0], "release", version)
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
         """See ``Learner.save``."""
         self._saving = self._ask_all("save", "save", checkpointer, source)
-        if len(self._ranks) == 1:
+        if len(self.ranks) == 1:
             self._last_checkpoint, self._saving = self._saving, None
             return self._last_checkpoint
         return self._saving
@@ -186,21 +187,21 @@ class RayLearner:
         """Stop the ranks. May be called again."""
         import ray
 
-        for rank in self._ranks:
+        for rank in self.ranks:
             ray.kill(rank)
-        self._ranks = []
+        self.ranks = []
         self._store = None
 
     def _ask_first(self, what: str, method: str, *arguments: Any) -> Any:
         """Call a method of rank 0 only. Return its result."""
-        return self._ask(what, [_call(self._ranks[0], method, *arguments)])[0]
+        return self._ask(what, [_call(self.ranks[0], method, *arguments)])[0]
 
     def _ask_all(
         self, what: str, method: str, *arguments: Any, timeout_s: float | None = None
     ) -> Any:
         """Call a method of all ranks. Return rank 0's result."""
         return self._ask(
-            what, [_call(rank, method, *arguments) for rank in self._ranks], timeout_s
+            what, [_call(rank, method, *arguments) for rank in self.ranks], timeout_s
         )[0]
 
     def _ask(self, what: str, references: list[Any], timeout_s: float | None = None) -> list[Any]:

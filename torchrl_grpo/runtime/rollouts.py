@@ -130,7 +130,7 @@ class Rollouts:
 
     def wait_until_ready(self) -> None:
         """Wait until all workers are ready."""
-        self._driver.run(self._driver.until(lambda: all(worker.ready for worker in self._workers)))
+        self._driver.run(self._driver.until(lambda: all(worker.ready for worker in self.workers)))
 
     def next_batch(self) -> list[Any]:
         """Wait for the next batch. Return its groups: lazy stacks of sequences, or references to
@@ -170,12 +170,12 @@ class Rollouts:
     def spans(self) -> list[dict[str, Any]]:
         """Return the workers' spans since the last call (``RolloutReport.spans``)."""
         return [
-            worker.spans.popleft() for worker in self._workers for _ in range(len(worker.spans))
+            worker.spans.popleft() for worker in self.workers for _ in range(len(worker.spans))
         ]
 
     def pids(self) -> dict[str, int]:
         """Return the process id of each worker that is ready, by name."""
-        return {worker.name: worker.pid for worker in self._workers if worker.ready}
+        return {worker.name: worker.pid for worker in self.workers if worker.ready}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next batches depend on, apart from the weights.
@@ -202,7 +202,7 @@ class Rollouts:
         scoring = sum(len(worker.tasks) for worker in scorers) + len(self.tasks.unscored)
         lost = [
             f"; {worker.name} was last lost with: {first_line(worker.error)}"
-            for worker in self._workers
+            for worker in self.workers
             if worker.error is not None
         ]
         return (
@@ -458,7 +458,8 @@ class Rollouts:
             self._release(version)
 
     @property
-    def _workers(self) -> list[Worker]:
+    def workers(self) -> list[Worker]:
+        """All workers."""
         return [*self.samplers, *self.references, *self.teachers]
 
 

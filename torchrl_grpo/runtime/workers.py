@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.profiler import record_function
 from torchrl import torchrl_logger
 
 from torchrl_grpo.collectors.sampler import RolloutReport
@@ -143,7 +144,8 @@ class LocalWorker(Worker):
 
     async def call(self, what: str, method: str, *arguments: Any, groups: int = 0) -> Any:
         began_at = clock.now()
-        answer = getattr(self.part, method)(*arguments)
+        with record_function(f"{self.name}: {method}"):
+            answer = getattr(self.part, method)(*arguments)
         if groups:  # other calls are stages of the loop itself
             self._note(method, began_at, answer[0])
         return answer

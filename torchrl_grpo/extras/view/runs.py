@@ -44,7 +44,13 @@ from torchrl_grpo.extras.view.files import (
 from torchrl_grpo.extras.view.index import Criteria, Samples
 from torchrl_grpo.extras.view.strip import strip_of
 from torchrl_grpo.extras.view.timeline import Timeline
-from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, is_number, is_step
+from torchrl_grpo.host.files import (
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    TRACE_FILE,
+    is_number,
+    is_step,
+)
 from torchrl_grpo.host.text import clip, printable_lines, reward_text
 from torchrl_grpo.host.trees import dotted
 from torchrl_grpo.tools.toolbox import CallFormat
@@ -118,6 +124,7 @@ class RunView:
                 "samples": index.count,
                 "timeline": len(self.timeline),
             },
+            "trace": (self.folder / TRACE_FILE).exists(),
             "splits": list(index.splits),
             "datasets": [name for name in list(index.datasets) if name],
         }

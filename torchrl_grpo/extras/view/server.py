@@ -17,15 +17,16 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrl_grpo.extras.report.panels import ACTIVITY_COLORS, COLORS, SMOOTHING
 from torchrl_grpo.extras.report.records import run_names
-from torchrl_grpo.extras.run_files import read_thumbnail
+from torchrl_grpo.extras.run_files import open_inside, read_thumbnail
 from torchrl_grpo.extras.view.index import Criteria
 from torchrl_grpo.extras.view.runs import MOST_POINTS, RunView, curves
+from torchrl_grpo.host.files import TRACE_FILE
 
 Number = TypeVar("Number", int, float)
 
@@ -229,10 +230,18 @@ def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
             return PlainTextResponse("Not found", 404)
         return Response(file, media_type="image/png")
 
+    def trace(request: Request) -> Response:
+        folder = by_number.get(request.path_params["run"])
+        file = None if folder is None else open_inside(folder, TRACE_FILE)
+        if file is None:
+            return PlainTextResponse("Not found", 404)
+        return StreamingResponse(file, media_type="application/gzip")
+
     by_number = {str(number): folder for number, folder in enumerate(folders)}
     routes = [
         Route("/", shell),
         Route("/image/{run}/{image}", image),
+        Route("/trace/{run}/" + TRACE_FILE, trace),
         Route("/static/{name}", static),
         *(
             Route(f"/api/{part.__name__}", _answer(part))

@@ -32,7 +32,9 @@ export function timeline(box) {
   function draw() {
     last.width = body.clientWidth;
     const none = [el("p", {}, "This run logged no timeline.")];
-    body.replaceChildren(...(last.found.actors.length ? drawn(last.found, body.clientWidth) : none));
+    const file = el("a", { href: `trace/${last.run}/trace.json.gz`, download: "trace.json.gz" }, "trace.json.gz");
+    const trace = last.trace ? [el("p", {}, "Operators of the profiled steps, for ui.perfetto.dev: ", file)] : [];
+    body.replaceChildren(...(last.found.actors.length ? drawn(last.found, body.clientWidth) : none), ...trace);
   }
 
   return async (params, runs) => {
@@ -41,7 +43,8 @@ export function timeline(box) {
     return () => {
       const controls = form.childElementCount ? [] : [runChoice(runs, params), ...buttons(() => last.found)];
       form.append(...controls.filter(Boolean));
-      last = { found, width: 0 };
+      const run = Number(asked.run);
+      last = { found, width: 0, run, trace: runs[run]?.trace };
       if (body.querySelector(":focus-visible")) return; // somebody reads its spans
       draw();
     };

@@ -71,10 +71,9 @@ class Tracer(Observer):
         path = self.directory / TRACE_FILE
         try:
             if self._actors:
-                import ray
-
                 stopped = [actor.__ray_call__.remote(_stop) for actor in self._actors.values()]
-                self._traces += zip(self._actors, ray.get(stopped), strict=True)
+                traces = [reference.future().result() for reference in stopped]
+                self._traces += zip(self._actors, traces, strict=True)
             else:
                 self._traces.append(("all roles", _stop(self)))
             with gzip.open(path, "wt") as file:

@@ -21,6 +21,4 @@ def span_of(events: list[dict[str, Any]], name: str) -> list[tuple[float, float]
     """Return begin and end, in microseconds, of the spans of the timeline with this name."""
     spans = [event for event in events if event.get("cat") == "timeline" and event["name"] == name]
     begins, ends = ([each["ts"] for each in spans if each["ph"] == phase] for phase in "be")
-    return [
-        (begin - ROUNDED_US, end + ROUNDED_US) for begin, end in zip(begins, ends, strict=True)
-    ]
+    return [(begin - ROUNDED_US, end + ROUNDED_US) for begin, end in zip(begins, ends, strict=True)]

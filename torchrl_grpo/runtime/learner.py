@@ -200,9 +200,8 @@ class RayLearner:
         self, what: str, method: str, *arguments: Any, timeout_s: float | None = None
     ) -> Any:
         """Call a method of all ranks. Return rank 0's result."""
-        return self._ask(
-            what, [_call(rank, method, *arguments) for rank in self.ranks], timeout_s
-        )[0]
+        calls = [_call(rank, method, *arguments) for rank in self.ranks]
+        return self._ask(what, calls, timeout_s)[0]
 
     def _ask(self, what: str, references: list[Any], timeout_s: float | None = None) -> list[Any]:
         """Return the results of the ranks. The first failure ends the wait, because the other ranks

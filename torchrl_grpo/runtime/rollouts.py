@@ -169,9 +169,7 @@ class Rollouts:
 
     def spans(self) -> list[dict[str, Any]]:
         """Return the workers' spans since the last call (``RolloutReport.spans``)."""
-        return [
-            worker.spans.popleft() for worker in self.workers for _ in range(len(worker.spans))
-        ]
+        return [worker.spans.popleft() for worker in self.workers for _ in range(len(worker.spans))]
 
     def pids(self) -> dict[str, int]:
         """Return the process id of each worker that is ready, by name."""

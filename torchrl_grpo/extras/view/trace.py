@@ -96,7 +96,7 @@ class Tracer(Observer):
         """Return the events of all processes and of the timeline, in microseconds since a common
         time. The names and ids of processes do not collide.
         """
-        base = None
+        base: Any = None
         for number, (name, text) in enumerate(self._traces):
             trace = json.loads(text)
             base = base or trace[_BASE]

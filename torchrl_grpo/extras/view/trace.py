@@ -11,7 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torch.profiler import _ExperimentalConfig, profile
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import profile
 from torchrl import torchrl_logger
 
 from torchrl_grpo.host import clock

@@ -51,7 +51,7 @@ EXTRAS = {
     "start_service": "torchrl_grpo.extras.trackers.services:start_service",
     "summary": "torchrl_grpo.extras.report.ending:print_end",  # at the end of a run
     "sweep_report": "torchrl_grpo.extras.report.sweep_report:write_sweep",  # at the end of a multirun
-    "tracer": "torchrl_grpo.extras.view.trace:Tracer",  # logging.profile_steps
+    "tracer": "torchrl_grpo.extras.trace:Tracer",  # logging.profile_steps
     "verifiers": "torchrl_grpo.integrations.verifiers:make_task",  # env.task=verifiers:...
     "where_not_finite": "torchrl_grpo.extras.doctor.diagnosis:where_not_finite",
     "why_no_token": "torchrl_grpo.extras.doctor.diagnosis:why_no_token",

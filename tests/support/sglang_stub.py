@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -41,6 +43,8 @@ class SGLangStub:
         seen: the bodies of all requests, by route.
         keys: what each request was authorized with.
         given: the weights of each version that it was given, by name.
+        adapters: engines with adapters, by their name; None if it was started without LoRA.
+        idle: whether it says that it loads adapters, and samples without them.
 
     Args:
         path: of the model.
@@ -55,6 +59,8 @@ class SGLangStub:
         self.seen: list[tuple[str, Any]] = []
         self.keys: list[str | None] = []
         self.given: dict[int, dict[str, torch.Tensor]] = {}
+        self.adapters: dict[str, TransformersEngine] | None = None
+        self.idle = False
         self._one = threading.Lock()
         self.engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(path).float().eval())
         self.context, self.vocabulary = 2048, self.engine.model.config.vocab_size
@@ -137,11 +143,24 @@ class SGLangStub:
                 self.label = body["weight_version"]
                 self.given[int(self.label.partition("-")[2])] = weights
             return 200, {"success": True, "message": "done"}
+        if route == "/load_lora_adapter" and self.adapters is not None:
+            base = copy.deepcopy(self.engine.model)
+            model = base if self.idle else PeftModel.from_pretrained(base, body["lora_path"])
+            self.adapters[body["lora_name"]] = TransformersEngine(model.eval())
+            return 200, {"success": True, "loaded_adapters": {}}
+        if route == "/unload_lora_adapter" and self.adapters is not None:
+            del self.adapters[body["lora_name"]]
+            return 200, {"success": True, "loaded_adapters": {}}
         if route == "/generate":
-            return self._generate(body)
+            engine = self.engine
+            if name := body.get("lora_path"):
+                if name not in (self.adapters or {}):
+                    return 400, {"error": {"message": f"{name} was not loaded"}}
+                engine = self.adapters[name]
+            return self._generate(body, engine)
         return 404, {"error": "no such route"}
 
-    def _generate(self, body: Any) -> tuple[int, Any]:
+    def _generate(self, body: Any, engine: TransformersEngine) -> tuple[int, Any]:
         time.sleep(self.slow_s)
         prompt, options = body["input_ids"], body["sampling_params"]
         if max(prompt) >= self.vocabulary:
@@ -152,7 +171,7 @@ class SGLangStub:
         if "top_logprobs_num" in body:
             with torch.no_grad():
                 known = torch.tensor([prompt]).clamp(max=self.engine.model.config.vocab_size - 1)
-                logits = self.engine.model(known).logits[0, -1]
+                logits = engine.model(known).logits[0, -1]
             log_probs = (logits / (1.0 if self.raw else temperature)).log_softmax(-1)
             best = log_probs.topk(body["top_logprobs_num"])
             top = [
@@ -168,7 +187,7 @@ class SGLangStub:
             stop_token_ids=tuple(options["stop_token_ids"]),
         )
         with self._one:
-            [completions] = self.engine.generate([torch.tensor(prompt)], options["n"], params)
+            [completions] = engine.generate([torch.tensor(prompt)], options["n"], params)
             label = "others-1" if self.foreign > 0 else self.label
         reason = "abort" if self.aborts > 0 else ""
         self.aborts -= 1

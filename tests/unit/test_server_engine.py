@@ -20,9 +20,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.configs import SMALL, compose_config
-from tests.support.models import response_log_probs
+from tests.support.models import make_lora, response_log_probs
 from tests.support.prompts import PROMPTS
 from tests.support.sglang_stub import SGLangStub
+from tests.support.weights import Trained
 from torchrl_grpo.assembly.parts import make_engine
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
@@ -39,6 +40,7 @@ from torchrl_grpo.integrations.servers import WrongAnswerError
 from torchrl_grpo.models import loading
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.weights import ObjectSender, named_weights
+from torchrl_grpo.weights.adapters import AdapterSender
 
 pytest.importorskip("httpx2")
 PARAMS = SamplingParams(max_new_tokens=12, temperature=0.7)
@@ -704,3 +706,74 @@ def test_a_server_that_says_it_has_loaded_weights_and_has_not_is_an_error(
         load(base, 2, True)
     load(moved(), 3, False)  # a step with a learning rate of 0
     assert engine.receipt_s > 0
+
+
+# Adapters
+
+
+LORA = ("train_model.lora.enabled=true", "train_model.lora.r=4")
+
+
+def send_adapters(engine: Any, model: torch.nn.Module, version: int) -> None:
+    handle = AdapterSender(None).send(Trained(model), version)
+    handle.note(changes=True)
+    engine.load(handle, version)
+
+
+@pytest.fixture
+def adapted(stub: SGLangStub, tmp_path: Path) -> Iterator[ServerEngine]:
+    """Return an engine of a server that has the weights of another run."""
+    stub.adapters = {}
+    stub.engine.update_weights(named_weights(moved()), 1)
+    context = prepare(compose_config(*served(stub.address), *LORA), [])
+    assert context.adapter_slots is not None and not stub.adapters
+    context.folder = tmp_path
+    with make_engine(context, CPU, concurrent=True) as engine:
+        yield engine  # type: ignore[misc]
+
+
+def test_requests_end_with_the_adapters_that_they_began_with(
+    adapted: ServerEngine, stub: SGLangStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(starter_path()).float()
+    models = {version: make_lora(copy.deepcopy(base)).eval() for version in (1, 2)}
+    send_adapters(adapted, models[1], 1)
+    changed, old = [], stub._generate
+
+    def generate(body: dict, engine: Any) -> Any:
+        if not changed:
+            changed.append(True)
+            send_adapters(adapted, models[2], 2)
+            assert len(stub.adapters or ()) == len(list(tmp_path.glob("served*/*"))) == 2
+        return old(body, engine)
+
+    monkeypatch.setattr(stub, "_generate", generate)
+    for version in (1, 2):
+        [[done]] = adapted.generate(PROMPTS[:1], 1, PARAMS)
+        assert done.versions is not None and done.versions.unique().tolist() == [version]
+        full = torch.cat([PROMPTS[0], done.tokens])
+        score = response_log_probs(models[version], temperature=0.7)
+        [expected] = score([full], [len(PROMPTS[0])])
+        torch.testing.assert_close(done.log_probs, expected, rtol=0, atol=1e-4)
+        assert len(stub.adapters or ()) == len(list(tmp_path.glob("served*/*"))) == 1
+
+
+def test_a_server_that_says_it_has_loaded_adapters_and_has_not_is_an_error(
+    adapted: ServerEngine, stub: SGLangStub
+) -> None:
+    stub.idle = True
+    with pytest.raises(ReceiptError, match="trained weights of version 1"):
+        send_adapters(adapted, make_lora(AutoModelForCausalLM.from_pretrained(starter_path())), 1)
+
+
+def test_a_server_that_has_lost_its_adapters_is_the_end_of_its_engine(
+    adapted: ServerEngine, stub: SGLangStub
+) -> None:
+    send_adapters(adapted, make_lora(AutoModelForCausalLM.from_pretrained(starter_path())), 1)
+    stub.adapters = {}
+    with pytest.raises(EngineDeadError, match="was not loaded"):
+        adapted.generate(PROMPTS[:1], 1, PARAMS)
+
+
+def test_a_server_without_routes_for_adapters_gets_whole_weights(stub: SGLangStub) -> None:
+    assert prepare(compose_config(*served(stub.address), *LORA), []).adapter_slots is None

@@ -4,6 +4,7 @@ here to say one thing.
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 import subprocess
@@ -12,7 +13,9 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +24,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.support import forks
-from tests.support.models import make_tiny_model, response_log_probs
+from tests.support.models import make_lora, make_tiny_model, response_log_probs
+from tests.support.weights import Trained
 from torchrl_grpo import keys
 from torchrl_grpo.generation.base import Completion, SamplingParams
 from torchrl_grpo.generation.stops import StopStrings
@@ -34,6 +38,7 @@ from torchrl_grpo.tasks.with_rewards import make_rewards
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.teacher import TeacherStates
 from torchrl_grpo.weights import named_weights
+from torchrl_grpo.weights.adapters import AdapterSender
 
 pytest.importorskip("httpx2")
 SAYS = "Fine. Score: 7"
@@ -76,6 +81,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def address(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
     teach(folder / "model", tokenizer)
+    with serving(folder) as address:
+        yield address
+
+
+@contextmanager
+def serving(folder: Path, *options: str, **environ: str) -> Iterator[str]:
+    """Serve the model in a folder."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
@@ -98,11 +110,12 @@ def address(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
         "processed_logprobs",
         "--generation-config",
         "vllm",
+        *options,
     ]
     log = (folder / "log").open("w+")
     server = forks.Popen(
         list(map(str, command)), stdout=log, stderr=subprocess.STDOUT, cwd=folder,
-        env=os.environ | {"VLLM_SERVER_DEV_MODE": "1", forks.WITH_VLLM: "1"},
+        env=os.environ | {"VLLM_SERVER_DEV_MODE": "1", forks.WITH_VLLM: "1"} | environ,
     )  # fmt: skip
     try:
         deadline = time.monotonic() + START_S
@@ -277,3 +290,47 @@ def test_kept_responses_say_which_weights_sampled_each_token(
 def test_what_the_server_refuses_says_how_to_start_it(engine: ServerEngine) -> None:
     with pytest.raises(ValueError, match=r"sample from token ids .*VLLM_SERVER_DEV_MODE=1"):
         engine._server.candidates([10**6], 1.0)
+
+
+@pytest.mark.nightly
+def test_running_requests_keep_their_adapters_and_later_ones_get_the_new(tmp_path: Path) -> None:
+    """The server has other base weights than the trained model at first."""
+    make_tiny_model(1, hidden_size=128, max_position_embeddings=2048).save_pretrained(
+        tmp_path / "model"
+    )
+    base = make_tiny_model(2, hidden_size=128, max_position_embeddings=2048)
+    models = {version: make_lora(copy.deepcopy(base)) for version in (1, 2)}
+    options = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--skip-tokenizer-init")
+    with serving(tmp_path, *options, VLLM_ALLOW_RUNTIME_LORA_UPDATING="True") as address:
+        config = SimpleNamespace(
+            inference_model=SimpleNamespace(address=[address], weights_folder=None)
+        )
+        for rank in (4, 16):
+            on_meta = make_lora(copy.deepcopy(base), r=rank).to("meta")
+            context = SimpleNamespace(config=config, folder=tmp_path / "run", on_meta=on_meta)
+            assert ServerEngine.takes_adapters(context) == (rank == 4)
+        with (
+            ServerEngine(
+                address, folder=tmp_path / "weights", tied=TIED, base=lambda: base
+            ) as engine,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            for version, model in models.items():
+                handle = AdapterSender(None).send(Trained(model), version)
+                handle.note(changes=True)
+                engine.load(handle, version)
+                for prompt, [done] in zip(
+                    PROMPTS, engine.generate(PROMPTS, 1, PARAMS), strict=True
+                ):
+                    assert done.versions is not None and set(done.versions.tolist()) == {version}
+                    assert errors(model, prompt, done).max() < 1e-4
+                if version == 1:
+                    params, before = SamplingParams(1500, temperature=0.7), tokens_sampled(address)
+                    running = pool.submit(engine.generate, PROMPTS[:1], 2, params)
+                    while tokens_sampled(address) < before + 40 and not running.done():
+                        time.sleep(0.05)
+            assert not running.done() and len(list((tmp_path / "weights").iterdir())) == 2
+            for done in running.result()[0]:
+                assert done.versions is not None and set(done.versions.tolist()) == {1}
+                assert errors(models[1], PROMPTS[0], done).max() < 1e-3
+            assert len(list((tmp_path / "weights").iterdir())) == 1

@@ -24,7 +24,7 @@ from torchrl_grpo.collectors.teacher_prompts import TeacherPrompts
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.generation.base import AdapterSlots, EngineRequest, SamplingParams
+from torchrl_grpo.generation.base import AdapterSlots, EngineRequest, SamplingParams, engine_class
 from torchrl_grpo.generation.engines import ENGINES, engines_with
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.host.extras import load_extra
@@ -126,7 +126,7 @@ class Context:
     @cached_property
     def shape(self) -> Shape:
         """Sizes of the model."""
-        return loading.shape_of(self._on_meta)
+        return loading.shape_of(self.on_meta)
 
     @cached_property
     def adapter_slots(self) -> AdapterSlots | None:
@@ -141,15 +141,18 @@ class Context:
         fits = dtypes and not has_experts if on_cpu else engine.dtype in dtypes
         if not (fits and train.lora.enabled and not train.quantization):
             return None
-        layers = adapted_layers(self._on_meta)
-        if not all(isinstance(layer.get_base_layer(), nn.Linear) for layer in layers.values()):
+        layers = adapted_layers(self.on_meta)
+        if not (
+            all(isinstance(layer.get_base_layer(), nn.Linear) for layer in layers.values())
+            and engine_class(engine.backend).takes_adapters(self)
+        ):
             return None
         modules = {name.removesuffix(".weight").rpartition(".")[2] for name in layers}
         rank = max(layer.r["default"] for layer in layers.values())
         return AdapterSlots(rank, tuple(sorted(modules)))
 
     @property
-    def _on_meta(self) -> nn.Module:
+    def on_meta(self) -> nn.Module:
         """The model with its adapters, without memory for their weights."""
         model = self.config.model
         return loading.on_meta(

@@ -76,7 +76,8 @@ class InferenceModelConfig(DevicesConfig):
     in_flight: str = choice(checks.InFlight, "wait")
     """Effect of new weights on running responses: wait for their end, keep them and continue with
     the new weights, or abort and restart them. keep and abort need vllm. With
-    LoRA, wait does not delay vllm: running responses finish with the adapters they started with."""
+    LoRA, wait does not delay vllm: running responses finish with the adapters they started with, as
+    they do with keep on a server that holds adapters."""
     weight_transfer: str = choice(checks.WeightTransfer, "auto")
     """How weights reach engines in other processes: object_store (Ray's, anywhere), or for vllm
     without LoRA also broadcast (nccl between GPUs) or cuda_ipc (one GPU). auto is the fastest that

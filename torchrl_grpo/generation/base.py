@@ -244,6 +244,13 @@ class Engine(ABC):
         """
 
     @classmethod
+    def takes_adapters(cls, context: Any) -> bool:
+        """Return whether the engine of a run (``Context``) can hold its LoRA adapters beside the
+        base weights, as far as ``EngineKind.adapters`` does not say it.
+        """
+        return True
+
+    @classmethod
     def device_share(cls, request: EngineRequest) -> float | None:
         """Return the share of an accelerator's memory that the engine reserves when it starts; None
         for an engine that allocates memory as needed.

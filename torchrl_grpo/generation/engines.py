@@ -102,6 +102,7 @@ ENGINES = _Engines(
         step_overhead_s=0.002,
         concurrent=True,
         updates_in_flight=True,
+        adapters=get_args(Dtype),
         elsewhere=True,
         weight_transfers=("auto", "object_store"),
     ),

@@ -45,6 +45,7 @@ class SampleRequest:
         labels: versions of the weights that the server received, by label; None if it keeps its
             own.
         oldest: version of the weights when the request was sent.
+        adapters: name of the adapters to sample with; None for the base weights.
     """
 
     prompt: list[int]
@@ -55,6 +56,7 @@ class SampleRequest:
     vocabulary: int
     labels: Mapping[str, int] | None
     oldest: int
+    adapters: str | None = None
 
     def sampling(self) -> dict[str, Any]:
         """Return the parameters that have the same name in both kinds of server."""

@@ -4,6 +4,8 @@ log-probs come back.
 It supports vLLM's server (``vllm serve``) and SGLang's. Weights reach the server through a shared
 folder: they are written to a temporary safetensors file, renamed, and read by the server's own
 reload route. So trainer and server need no network between their GPUs, and no common packages.
+LoRA adapters are written there in peft's format, each version under a name of its own, which
+requests select: running requests keep the adapters that they began with.
 
 A server labels each token, or each response, with the weights that sampled it. An unknown label
 means that the server was restarted or that others update it: the engine is then lost, as if the
@@ -20,11 +22,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torchrl import torchrl_logger
 from transformers import PreTrainedModel
 
 from torchrl_grpo.checks import InFlight, exact_context
@@ -43,9 +47,10 @@ from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.images import Prompt, text_tokens
 from torchrl_grpo.integrations.server_answers import SampleRequest
 from torchrl_grpo.integrations.servers import AT_A_TIME, COMES_BACK_S, connect, require_httpx2
-from torchrl_grpo.weights import WeightHandle
+from torchrl_grpo.weights import WeightHandle, named_adapters, named_weights
+from torchrl_grpo.weights.adapters import AdapterHandle
 from torchrl_grpo.weights.handle import on_host
-from torchrl_grpo.weights.named import expected_weights
+from torchrl_grpo.weights.named import LoraDelta, expected_weights
 from torchrl_grpo.weights.receipts import Digests, compare
 
 _PROBE = [1] * 16
@@ -66,6 +71,8 @@ class ServerEngine(Engine):
         in_flight: what an update does to running requests: ``"wait"`` for their end, ``"keep"``
             them and continue with the new weights, or ``"abort"`` and restart them.
         vocabulary: number of the model's token ids; None reads it from the weights of the head.
+        base: loads the base model of adapters, which the server gets before the first ones: it may
+            still have the weights of another run.
         starts_within_s: how long to wait for a server that does not answer.
 
     Raises:
@@ -84,6 +91,7 @@ class ServerEngine(Engine):
         tied: Mapping[str, str] | None = None,
         in_flight: InFlight = "wait",
         vocabulary: int | None = None,
+        base: Callable[[], PreTrainedModel] | None = None,
         starts_within_s: float = COMES_BACK_S,
     ) -> None:
         self.address = address
@@ -97,6 +105,10 @@ class ServerEngine(Engine):
         self._server.vocabulary = vocabulary or self._server.vocabulary
         self._labels: dict[str, int] = {}  # versions of the labels that the server received
         self._updates = threading.Lock()
+        self._base = base
+        self._attached: dict[str, Path] = {}  # folders of adapters
+        self._in_use: list[str | None] = []  # adapters of each running request
+        self._names = threading.Lock()
         self._threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="server")
         self._closed = False
         self._answer: dict[int, float] = {}  # its log-probs of the probe's next token
@@ -126,6 +138,28 @@ class ServerEngine(Engine):
                 server.close()
 
     @classmethod
+    def takes_adapters(cls, context: Any) -> bool:
+        """See ``Engine``; each server must load adapters of zeros."""
+        options, name = context.config.inference_model, f"probe-{uuid.uuid4().hex[:8]}"
+        folder = _folder(options, context.folder) / name
+        try:
+            # The shapes of the run's own, on the meta device.
+            _write_adapters(folder, named_adapters(context.on_meta))
+            for address in options.address:
+                server = connect(address, 0)
+                try:
+                    server.change_adapters("load", lora_name=name, lora_path=str(folder))
+                    server.change_adapters("unload", lora_name=name)
+                finally:
+                    server.close()
+        except (EngineDeadError, ValueError) as error:
+            torchrl_logger.info(f"Servers get whole weights with the adapters merged: {error}")
+            return False
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return True
+
+    @classmethod
     def make(
         cls,
         request: EngineRequest,
@@ -136,9 +170,7 @@ class ServerEngine(Engine):
     ) -> Engine:
         options = request.options
         address = options.address[request.number]
-        folder = Path(
-            options.weights_folder or request.folder or tempfile.mkdtemp(prefix="served-")
-        ).absolute()
+        folder = _folder(options, request.folder)
         return cls(
             address,
             # Several runs may share the folder.
@@ -149,6 +181,7 @@ class ServerEngine(Engine):
             tied=_tied_weights(request),
             in_flight=options.in_flight,
             vocabulary=request.model_config.get_text_config().vocab_size,
+            base=load_model,
         )
 
     def generate(
@@ -185,7 +218,9 @@ class ServerEngine(Engine):
         samples = 1 if greedy(params) else n  # greedy responses are all the same
         aborts = 0
         while aborts < _ABORTS:
-            version = self.policy_version
+            with self._names:
+                name, version = self._server.adapters, self.policy_version
+                self._in_use.append(name)
             request = SampleRequest(
                 prompt,
                 samples,
@@ -193,10 +228,20 @@ class ServerEngine(Engine):
                 room=room,
                 params=params,
                 vocabulary=self._server.vocabulary,
-                labels=self._labels or None,
+                # Answers of adapters have the label of the base weights.
+                labels=(dict.fromkeys(self._labels, version) if name else self._labels) or None,
                 oldest=version,
+                adapters=name,
             )
-            answers = self._server.complete(request)
+            try:
+                answers = self._server.complete(request)
+            except ValueError as error:
+                if name is None or isinstance(error, EngineDeadError):
+                    raise
+                raise EngineDeadError(str(error)) from error  # it was restarted without them
+            finally:
+                self._in_use.remove(name)
+                self._detach_unused()
             completions = [_cut(answer, params.stop) for answer in answers if answer is not None]
             if len(completions) == samples:
                 return [completions[index % samples] for index in range(n)]
@@ -206,6 +251,14 @@ class ServerEngine(Engine):
             f"inference_model.address: the server at {self.address} must not abort requests "
             f"without an update of its weights, but did so {_ABORTS} times: see its log."
         )
+
+    def _detach_unused(self) -> None:
+        """Unload the adapters that are neither current nor in use."""
+        with self._names:
+            for name in self._attached.keys() - {self._server.adapters, *self._in_use}:
+                shutil.rmtree(self._attached.pop(name), ignore_errors=True)
+                with suppress(ValueError):  # it was restarted without them
+                    self._server.change_adapters("unload", lora_name=name)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See ``Engine``; the weights go through the folder. Without a folder, the server keeps its
@@ -254,21 +307,51 @@ class ServerEngine(Engine):
                 "but its log-probs are those of the version before: see its log."
             )
 
+    def _load(self, handle: WeightHandle, version: int) -> None:
+        if self._folder is None or not isinstance(handle, AdapterHandle):
+            super()._load(handle, version)
+            return
+        if self._base is not None:
+            self.update_weights(named_weights(self._base()), version)
+            self._base, self._answer = None, self._server.candidates(_PROBE, 1.0)
+        matrices = iter(self._received(handle.weights(), None).values())
+        triples = zip(handle.layers, matrices, matrices, strict=True)
+        deltas = ((name, LoraDelta(a, b, scaling)) for (name, scaling), a, b in triples)
+        name = f"{self._label}-{version}-{uuid.uuid4().hex[:4]}"
+        folder = self._folder / name
+        with self._updates:
+            _write_adapters(folder, deltas)
+            self._server.change_adapters("load", lora_name=name, lora_path=str(folder))
+            with self._names:
+                self._attached[name] = folder
+                self._server.adapters, self.policy_version = name, version
+            if self._in_flight == "abort":
+                self._server.pause(self._in_flight)
+                self._server.resume()
+        self._detach_unused()
+
+    def _received(
+        self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
+    ) -> dict[str, Tensor]:
+        """Return weights on the host, with their receipt compared."""
+        known = getattr(weights, "receipt", None) or {}
+        values, digests = dict[str, Tensor](), Digests()
+        for name, weight in weights:
+            values[name] = on_host(weight, dtype)
+            if weight.dtype != values[name].dtype:
+                known = {}
+            digests.add(name, values[name])
+        self.receipt, self.receipt_s = digests.receipt(), digests.seconds
+        compare(known, self.receipt, f"the folder of the server at {self.address}")
+        return values
+
     def _write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
         """Write a checkpoint for the server to a temporary file, and rename it."""
         from safetensors.torch import save_file
 
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
-        known = getattr(weights, "receipt", None) or {}
-        values, digests = dict[str, Tensor](), Digests()
-        for name, weight in weights:
-            if weight.dtype != self._dtype:
-                known = {}
-            values[name] = on_host(weight, self._dtype)
-            digests.add(name, values[name])
-        self.receipt, self.receipt_s = digests.receipt(), digests.seconds
-        compare(known, self.receipt, f"the folder of the server at {self.address}")
+        values = self._received(weights, self._dtype)
         # Without them, a server with a packed copy of a tied head would not update the copy.
         values |= {
             name: values[other].clone() for name, other in self._tied.items() if name not in values
@@ -301,6 +384,30 @@ def _cut(completion: Completion, stop: StopStrings | None) -> Completion:
     """Return a response that ends with the token that completes its first stop string."""
     end = None if stop is None else stop.completed_at(completion.tokens.tolist())
     return cut_off(completion, None, end)
+
+
+def _folder(options: Any, run: Path | None) -> Path:
+    """Return the folder through which weights go."""
+    return Path(options.weights_folder or run or tempfile.mkdtemp(prefix="served-")).absolute()
+
+
+def _write_adapters(folder: Path, deltas: Iterable[tuple[str, LoraDelta]]) -> None:
+    """Write adapters in peft's format, with a scaling of 1; those on the meta device as zeros."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    tensors, rank = dict[str, Tensor](), 0
+    for name, delta in deltas:
+        rank = max(rank, len(delta.a))
+        for side, matrix in (("A", delta.a), ("B", delta.b * delta.scaling)):
+            value = torch.zeros_like(matrix, device="cpu") if matrix.is_meta else matrix
+            tensors[f"base_model.model.{name.removesuffix('weight')}lora_{side}.weight"] = value
+    modules = sorted({name.split(".")[-3] for name in tensors})
+    LoraConfig(
+        r=rank, lora_alpha=rank, target_modules=modules, task_type="CAUSAL_LM"
+    ).save_pretrained(folder)
+    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 def _tied_weights(request: EngineRequest) -> dict[str, str]:

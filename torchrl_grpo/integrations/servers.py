@@ -73,9 +73,12 @@ class Server(ABC):
         role: of the server in the run.
         max_model_len: longest prompt plus response, in tokens.
         vocabulary: number of the model's token ids.
+        adapters: name of the adapters that ``candidates`` samples with; None for the base weights.
     """
 
     name: str
+    adapters: str | None = None
+    _lora = ""
     starts: Mapping[Role, str]
     """Command lines that start the server for each role."""
 
@@ -135,6 +138,17 @@ class Server(ABC):
     @abstractmethod
     def resume(self) -> None:
         """Continue sampling."""
+
+    def change_adapters(self, action: Literal["load", "unload"], **body: str) -> None:
+        """Load adapters in peft's format for requests that name them, or unload them.
+
+        Args:
+            action: what to do.
+            body: ``lora_name``, and ``lora_path`` to load them: their folder.
+        """
+        with contextlib.suppress(WrongAnswerError):  # vLLM answers with plain text
+            route = f"{self._lora}/{action}_lora_adapter"
+            self.ask("POST", route, f"{action} adapters", body)
 
     def check_options(self, in_flight: str) -> None:  # noqa: B027
         """Refuse options that this kind of server does not support.
@@ -299,6 +313,7 @@ class VLLM(Server):
     """``vllm serve``, through ``/inference/v1/generate`` and the routes of its development mode."""
 
     name = "vLLM"
+    _lora = "/v1"
     starts: Mapping[Role, str] = {
         "engine": (
             "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode "
@@ -330,14 +345,14 @@ class VLLM(Server):
             "POST",
             "/inference/v1/generate",
             "sample",
-            {"token_ids": request.prompt, "sampling_params": sampling},
+            {"token_ids": request.prompt, "sampling_params": sampling, "model": request.adapters},
             read=lambda answer: answers.read_vllm_samples(answer, request),
             log_probs=request.n * request.limit,
         )
 
     def candidates(self, prompt: list[int], temperature: float) -> dict[int, float]:
         sampling = {"max_tokens": 1, "temperature": temperature, "logprobs": 5, "detokenize": False}
-        body = {"token_ids": prompt, "sampling_params": sampling}
+        body = {"token_ids": prompt, "sampling_params": sampling, "model": self.adapters}
         return self.ask(
             "POST",
             "/inference/v1/generate",
@@ -410,7 +425,12 @@ class SGLang(Server):
             "POST",
             "/generate",
             "sample",
-            {"input_ids": request.prompt, "sampling_params": sampling, "return_logprob": True},
+            {
+                "input_ids": request.prompt,
+                "sampling_params": sampling,
+                "return_logprob": True,
+                "lora_path": request.adapters,
+            },
             read=lambda answer: answers.read_sglang_samples(answer, request),
             log_probs=request.n * request.limit,
         )
@@ -421,6 +441,7 @@ class SGLang(Server):
             "sampling_params": {"max_new_tokens": 1, "temperature": temperature},
             "return_logprob": True,
             "top_logprobs_num": 5,
+            "lora_path": self.adapters,
         }
         return self.ask(
             "POST",

@@ -509,9 +509,14 @@ def add_lora(
         )
         adapted = get_peft_model(model, config).eval()
         check_adapters(adapted)
+        if path is not None:
+            _load_adapters(adapted, Path(path))
     except (ValueError, TypeError) as error:
         if path is not None:
-            raise _not_adapters(path, error) from error
+            raise ValueError(
+                f"train_model.lora.path={path} must have plain LoRA adapters of model.name, but "
+                f"{error}: use the model that they were trained with."
+            ) from error
         others = (
             "[q_proj,k_proj,v_proj,o_proj]" if target_modules == "all-linear" else "[all-linear]"
         )
@@ -519,8 +524,6 @@ def add_lora(
             f"train_model.lora.target_modules={target_modules} must name modules of the model that "
             f"can have adapters ({error}): use {others}, or train_model.lora.enabled=false."
         ) from error
-    if path is not None:
-        _load_adapters(adapted, Path(path))
     for module in adapted.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = _OutsideAutocast()
@@ -543,18 +546,12 @@ def _load_adapters(model: nn.Module, folder: Path) -> None:
         or not saved[name].isfinite().all()
     ]
     if wrong:
-        names = ", ".join(wrong[:3])
-        problem = f"{len(wrong)} tensors are missing, unknown, not finite or of another shape"
-        raise _not_adapters(folder, f"in adapter_model.safetensors {problem} ({names})")
+        raise ValueError(
+            f"{len(wrong)} tensors are missing, unknown, not finite or of another shape in "
+            f"adapter_model.safetensors ({', '.join(wrong[:3])})"
+        )
     for name, weight in own.items():
         weight.copy_(saved[name])
-
-
-def _not_adapters(folder: str | Path, why: object) -> ValueError:
-    return ValueError(
-        f"train_model.lora.path={folder} must have plain LoRA adapters of model.name, but {why}: "
-        "use the model that they were trained with."
-    )
 
 
 class _OutsideAutocast:

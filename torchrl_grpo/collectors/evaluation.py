@@ -39,7 +39,7 @@ class Evaluator:
         params: sampling parameters for pass@k and avg@k; greedy decoding uses them with
             temperature 0.
         further: names of further test sets, which the metrics of the test split leave out.
-        rows: number of problems whose sample rows have their tokens; None for all.
+        rows: number of problems whose sample rows include tokens; None for all.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Evaluator:
         """Evaluate the engine's current weights.
 
         Args:
-            sampled: whether pass@k and avg@k are measured too.
+            sampled: whether to measure pass@k and avg@k too.
 
         Returns:
             ``eval/pass@1`` in [0, 1] and ``eval/reward_mean``, both over the valid rewards,
@@ -128,15 +128,15 @@ class Evaluator:
         k = env.repeats
         batch = ends_of(self._play(env, self._sampling_policy))
         valid = batch.get(keys.REWARD_VALID).reshape(-1, k)
-        right = (batch.get(keys.CORRECT).reshape(-1, k) & valid).sum(-1)
-        drawn = valid.sum(-1)
+        num_correct = (batch.get(keys.CORRECT).reshape(-1, k) & valid).sum(-1)
+        num_valid = valid.sum(-1)
         metrics: dict[str, float] = {}
         for suffix, rows in self._sets(batch[::k]):
-            scored = rows[drawn[rows] > 0]
-            metrics[f"eval/pass@{k}{suffix}"] = (right[scored] > 0).double().mean().item()
-            metrics |= _with_interval(f"avg@{k}{suffix}", right[scored] / drawn[scored])
+            scored = rows[num_valid[rows] > 0]
+            metrics[f"eval/pass@{k}{suffix}"] = (num_correct[scored] > 0).double().mean().item()
+            metrics |= _with_interval(f"avg@{k}{suffix}", num_correct[scored] / num_valid[scored])
             metrics[f"eval/invalid_fraction@{k}{suffix}"] = (~valid[rows]).double().mean().item()
-        return metrics, torch.stack((right, drawn), 1).tolist()
+        return metrics, torch.stack((num_correct, num_valid), 1).tolist()
 
     def _sets(self, batch: TensorDictBase) -> list[tuple[str, Tensor]]:
         """Return the rows of the task's own test split and of each data set, with the suffix of

@@ -516,7 +516,7 @@ def _trajectories(
 
     Args:
         steps: [B] transitions; rows that were done before one repeat their outcome.
-        compared: whether the last step has rewards that compare the rows of a group.
+        compared: whether a group reward function set rewards in the last step.
         states: for each row, its dialog. The task's rewards of turns are part of the last turn's
             reward.
 
@@ -581,7 +581,7 @@ def _merge(
     Args:
         turns: the transitions of the turns.
         task_rewards: the task's reward of each turn.
-        credits_turns: whether these are all that the turns get.
+        credits_turns: whether a turn gets only its own reward.
     """
     full = turns[-1].get(keys.FULL)
     prompt = turns[0].get(keys.PROMPT)

@@ -144,10 +144,10 @@ class Sampler:
         self._asleep = False
 
     def update(self, handle: WeightHandle, version: int) -> tuple[float, float]:
-        """Give the engine new weights. Return the seconds that this took, and those of receipts.
+        """Give the engine new weights. Return the seconds that this and the receipts took.
 
         Raises:
-            ReceiptError: the engine does not have them afterwards.
+            ReceiptError: the engine does not have the new weights afterwards.
         """
         start = time.perf_counter()
         self._empty_cache()

@@ -68,7 +68,7 @@ _FIXED_OPTIONS = (
 """Options, or groups of options, that a checkpoint's state depends on."""
 _MODEL_OPTIONS = ("model.attn_implementation", "model.chat_template", "train_model.model_kwargs")
 """Options of a model and its tokenizer that may name code or a file."""
-_FORMER = ("inference_model.check_sync", "inference_model.check_sync_tolerance")
+_REMOVED_KEYS = ("inference_model.check_sync", "inference_model.check_sync_tolerance")
 """Options of earlier versions, which checkpoints may have."""
 
 
@@ -146,7 +146,9 @@ def _parse_saved(saved: Any, path: Path) -> Any:
         for name, value in dotted(saved, into_lists=True):
             if "${" in f"{name}{value}" or value == MISSING:
                 raise ConfigError(f"{name}={excerpt(value)} must be a value, not a reference")
-        base: Any = OmegaConf.merge(OmegaConf.structured(GRPOConfig), _without(saved, _FORMER))
+        base: Any = OmegaConf.merge(
+            OmegaConf.structured(GRPOConfig), _without(saved, _REMOVED_KEYS)
+        )
         OmegaConf.to_object(base)
     except Exception as error:  # a foreign file may make OmegaConf raise anything
         key = getattr(error, "full_key", None)

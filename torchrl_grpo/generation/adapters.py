@@ -1,4 +1,4 @@
-"""LoRA adapters beside the weights of a PyTorch model (arXiv 2106.09685), for sampling."""
+"""LoRA adapters (arXiv 2106.09685) for sampling, separate from a PyTorch model's weights."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torchrl_grpo.weights.receipts import Digests, compare
 
 
 @torch.no_grad()
-def hold(model: nn.Module, handle: AdapterHandle) -> Digests:
-    """Replace a model's adapters, which its linear layers add to their output. The model's weights
-    stay as they are.
+def set_adapters(model: nn.Module, handle: AdapterHandle) -> Digests:
+    """Replace the adapters that a model's linear layers add to their outputs. The model's weights do
+    not change.
 
     Args:
-        model: as it was loaded.
-        handle: of the adapters.
+        model: the base model.
+        handle: handle for the adapters.
 
     Returns:
         digests of the adapters that arrived.
 
     Raises:
-        ReceiptError: they are not those that were sent.
+        ReceiptError: the adapters that arrived differ from those that were sent.
     """
     digests = Digests()
     matrices = digests.of(handle.weights())
@@ -37,7 +37,7 @@ def hold(model: nn.Module, handle: AdapterHandle) -> Digests:
     return digests
 
 
-def drop(model: nn.Module) -> None:
+def remove_adapters(model: nn.Module) -> None:
     """Remove a model's adapters."""
     layer: Any
     for layer in model.modules():
@@ -45,8 +45,9 @@ def drop(model: nn.Module) -> None:
             layer.adapter = None
 
 
-def joined(layers: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor] | None:
-    """Return A [R, in] and B [out, R] of one layer for several, scaled; None without adapters."""
+def join_adapters(layers: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor] | None:
+    """Return the scaled matrices A [R, in] and B [out, R] of layers that are fused into one; None if no
+    layer has adapters."""
     adapters = [getattr(layer, "adapter", None) for layer in layers]
     if not any(adapters):
         return None

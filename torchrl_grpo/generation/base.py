@@ -149,11 +149,12 @@ OnFinished = Callable[[int, int, Completion], None]
 
 @dataclass(frozen=True)
 class AdapterSlots:
-    """What an engine must know before it starts, to hold LoRA adapters beside the base weights.
+    """Size and target modules of LoRA adapters, for an engine that keeps them in slots, separate from
+    its base weights.
 
     Attributes:
-        rank: largest rank of the adapters.
-        modules: last parts of the names of the modules that have adapters, such as ``q_proj``.
+        rank: maximum rank of the adapters.
+        modules: last component of the name of each module with adapters, such as ``q_proj``.
     """
 
     rank: int
@@ -180,7 +181,8 @@ class EngineRequest:
         colocated: whether it shares its device with the other roles.
         num_sequences: responses that training samples at once.
         trains: whether the run trains, and so sends weights to the engine.
-        slots: of the adapters that the engine will get instead of whole weights; None for others.
+        slots: for the adapters that the engine gets instead of whole weights; None if it gets whole
+            weights.
         number: index of the engine among the run's engines.
         folder: of the run, for a log; None for no log.
     """
@@ -329,7 +331,8 @@ class Engine(ABC):
 
         Raises:
             RuntimeError: as in ``update_weights``; or the weights could not be read.
-            ReceiptError: they did not arrive, or are the previous ones although they were trained.
+            ReceiptError: the weights did not arrive, or equal the previous ones although training
+                changed them.
         """
         before, changes = self.receipt, handle.changes and version != self.policy_version
         self._load(handle, version)
@@ -337,14 +340,14 @@ class Engine(ABC):
             self.receipt_s += handle.receipt_s
         if changes and before and self.receipt == before:
             raise ReceiptError(
-                f"the optimizer changed the weights of version {version}, but the engine's are "
-                f"those of the version before, all {len(before)} tensors: what is trained is not "
-                "what is sent. Are the trained adapters or layers part of the model? If the "
-                "changes are too small for inference_model.dtype, use float32."
+                f"the optimizer changed the weights of version {version}, but all {len(before)} tensors "
+                "of the engine equal those of the previous version, so the trained weights are not "
+                "the ones that are sent: check that the trained adapters or layers are part of the "
+                "model. If the changes are too small for inference_model.dtype, use float32."
             )
 
     def _load(self, handle: WeightHandle, version: int) -> None:
-        """See ``load``, which then checks that trained weights are other ones."""
+        """Load the weights; ``load`` then checks that trained weights differ from the previous ones."""
         self.update_weights(handle.weights(), version)
 
     def seed(self, seed: int) -> None:  # noqa: B027

@@ -38,8 +38,9 @@ class EngineKind:
         weight_transfers: values of ``weight_transfer`` that it supports.
         weights_on_device: whether it can read weights from the memory of its own GPU or another
             one (a ``TransferHandle``).
-        adapters: dtypes in which it holds LoRA adapters beside its base weights on an accelerator;
-            on a CPU it then holds them in any. An engine without any gets whole weights.
+        adapters: dtypes in which the engine can keep LoRA adapters separate from its base weights on
+            an accelerator. On a CPU any dtype works unless this is empty. If it is empty, the engine
+            gets whole weights.
         elsewhere: whether it runs on servers that others started, at ``address``; it then needs no
             device of the run.
         images: whether prompts may have images.

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from torchrl_grpo.compat.torch import pack_linear, packed_linear, packs_linear, version_of
 from torchrl_grpo.functional import head_logits
-from torchrl_grpo.generation.adapters import joined
+from torchrl_grpo.generation.adapters import join_adapters
 from torchrl_grpo.generation.decoder import Batch, Decoder
 from torchrl_grpo.images import Prompt, text_tokens
 
@@ -56,7 +56,7 @@ class PackedLinear:
 
     def refresh(self) -> None:
         """Pack the weight if it has changed, and take the layers' adapters."""
-        self._adapters = joined(self._layers)
+        self._adapters = join_adapters(self._layers)
         versions = [version_of(layer.weight) for layer in self._layers]
         if self._packs and versions != self._versions:
             self._packed = pack_linear(self._weight, _ROWS)
@@ -129,7 +129,7 @@ class FusedDecoder(Decoder):
     """Decodes with fused weights; prompts are padded on the right.
 
     Attributes:
-        static: whether steps have the few shapes that CUDA graphs need; False once a graph could
+        static: whether steps use the few shapes that CUDA graphs need; False after a graph could
             not be captured.
 
     Args:
@@ -432,14 +432,14 @@ class _FusedBatch(Batch):
 
 
 class _StaticBatch(_FusedBatch):
-    """Rows in flight whose steps have few shapes, on memory that stays where it is, so that each
-    shape is a CUDA graph: one launch instead of hundreds.
+    """Rows in flight whose steps use few shapes and fixed memory, so that each shape can run as one
+    CUDA graph: one launch instead of hundreds.
 
     Each row has one cache of its final size, with a copy of its prompt's keys and values. A step
     computes a power of 2 of rows, over a multiple of ``_BLOCK`` columns. The first step of a shape
     runs without a graph, and then a graph is captured for the next ones. Graphs end with the batch:
-    to capture one takes as long as a few steps without, and the next batch has other sizes and
-    adapters.
+    capturing one takes as long as a few steps without graphs, and the next batch has other sizes
+    and adapters.
 
     Attributes:
         rows: number of rows.
@@ -520,7 +520,7 @@ class _StaticBatch(_FusedBatch):
 
 
 def _move_rows(rows: Tensor, *memories: Tensor) -> None:
-    """Row ``rows[i]`` of each memory becomes row ``i``."""
+    """Copy row ``rows[i]`` of each memory to row ``i``."""
     moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero().squeeze(-1)
     for memory in memories:
         memory[moved] = memory[rows[moved]]

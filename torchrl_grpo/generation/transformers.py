@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from torchrl_grpo.checks import context_length
 from torchrl_grpo.errors import MemoryShortError
-from torchrl_grpo.generation.adapters import drop, hold
+from torchrl_grpo.generation.adapters import remove_adapters, set_adapters
 from torchrl_grpo.generation.base import (
     Completion,
     Engine,
@@ -51,7 +51,7 @@ _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
 class TransformersEngine(Engine):
     """Samples with a copy of a Hugging Face model.
 
-    LoRA adapters that ``load`` gets stay beside the weights.
+    ``load`` keeps LoRA adapters separate from the weights.
     Models of the Llama architecture use a hand-written decoder, all others their own forward with a
     cache. On a short probe, the decoder's logits must equal those of the model's forward without a
     cache. A small model on a CPU runs on one thread (``threads``).
@@ -159,11 +159,11 @@ class TransformersEngine(Engine):
         self._check_open()
         with self.exclusive:
             digests = load_weights(self.model, weights)
-            drop(self.model)
+            remove_adapters(self.model)
             self._note(digests, version)
 
     def _note(self, digests: Digests, version: int) -> None:
-        """Note the version of new weights, with their digests."""
+        """Record the version and the digests of new weights."""
         self.receipt, self.receipt_s = digests.receipt(), digests.seconds
         self.policy_version = version
 
@@ -173,7 +173,7 @@ class TransformersEngine(Engine):
             return
         self._check_open()
         with self.exclusive:
-            self._note(hold(self.model, handle), version)
+            self._note(set_adapters(self.model, handle), version)
 
     def seed(self, seed: int) -> None:
         self._check_open()

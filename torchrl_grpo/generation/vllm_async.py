@@ -68,8 +68,9 @@ class AsyncVLLMEngine(VLLMBase):
     ``in_flight`` decides what an update does to running requests:
 
     - ``"wait"``: the update waits for running calls of ``generate``, and later calls wait for the
-      update. All tokens of a response come from one version. Adapters in ``slots`` wait only for
-      calls that use older adapters than the current ones: running calls continue with theirs.
+      update. All tokens of a response come from one version. An update of adapters in ``slots``
+      waits only for calls that use adapters older than the current ones; other running calls
+      continue with the adapters that they started with.
     - ``"keep"``: requests pause between two tokens and continue with the new weights. vLLM drops
       their keys and values and computes them again, so that each token's log-prob is that of the
       weights that sampled it, given all tokens before, and nothing of the old weights remains.
@@ -354,8 +355,8 @@ class AsyncVLLMEngine(VLLMBase):
             self.policy_version = version
 
     async def _pause(self, version: int, *spared: Any) -> None:
-        """Make running requests wait, end or restart, as ``in_flight`` says, or let those end whose
-        adapters are not ``spared``.
+        """Pause, finish or restart running requests, depending on ``in_flight``; or, with ``spared``,
+        wait for the requests with other adapters to finish.
         """
         waiting_for = ""
         try:

@@ -110,9 +110,9 @@ def _read_tags(parameter: str, closing: str) -> Reader:
         name = _name_of(match)
         end = match.end()
         arguments = {}
-        while found := argument.match(text, end):
-            arguments[found["key"].strip()] = found["value"]
-            end = found.end()
+        while item := argument.match(text, end):
+            arguments[item["key"].strip()] = item["value"]
+            end = item.end()
         closed = close.match(text, end)
         if name and closed:
             return [ToolCall(name.strip(), arguments)], closed.end()
@@ -201,7 +201,7 @@ class Format:
         read: reads the calls at such a beginning.
         thought: patterns of the beginning and the end of a thought.
         is_typed: whether the values of arguments have types; otherwise the tool's schema gives them.
-        no_text: pattern of what is no text in a turn, besides control tokens.
+        non_text: pattern of what is no text in a turn, besides control tokens.
     """
 
     call: str
@@ -211,7 +211,7 @@ class Format:
         r"</think>|\[/THINK\]|</seed:think>",
     )
     is_typed: bool = True
-    no_text: str = r"(?!)"
+    non_text: str = r"(?!)"
 
 
 _AFTER = r"(?:\A|(?<=</think>))\s*"
@@ -276,7 +276,7 @@ FORMATS: dict[str, Format] = {
         r"|<\|channel\|>[^<]*?to=functions\.(?P<other>[\w.-]+)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>",
         _read_json(r"<\|(?:call|end|return)\|>"),
         (r"<\|channel\|>analysis[^<]*<\|message\|>", r"<\|end\|>"),
-        no_text=r"(?s)<\|channel\|>analysis.*?(?:<\|end\|>|\Z)|<\|start\|>assistant|<\|channel\|>\w+",
+        non_text=r"(?s)<\|channel\|>analysis.*?(?:<\|end\|>|\Z)|<\|start\|>assistant|<\|channel\|>\w+",
     ),
     # [name(argument=value)] between marks: LFM2
     "lfm2": Format(r"<\|tool_call_start\|>", _read_python(r"<\|tool_call_end\|>")),
@@ -395,20 +395,22 @@ def _parse(
                 inner = text[match.end() : closed.start() if closed else len(text)]
                 thoughts.append(_CONTROL.sub("", inner).strip())
             continue
-        found, position = formats[index].read(text, match)
+        new_calls, position = formats[index].read(text, match)
         speech += text[start:position]
-        if found and end is None:
+        if new_calls and end is None:
             end, form = start, formats[index]
         elif end is None:
             spoken += text[start:position]
-        calls += found if formats[index].is_typed else [_typed(call, tools) for call in found]
+        calls += (
+            new_calls if formats[index].is_typed else [_typed(call, tools) for call in new_calls]
+        )
     content = _text_of(text[len(prefill) : end], form)
     thought = "\n".join(filter(None, thoughts))
     return ParsedTurn(calls, content, speech[len(prefill) :], thought, _text_of(spoken, form))
 
 
 def _text_of(text: str, form: Format) -> str:
-    return _CONTROL.sub("", re.sub(form.no_text, "", text)).strip()
+    return _CONTROL.sub("", re.sub(form.non_text, "", text)).strip()
 
 
 def _typed(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> ToolCall:

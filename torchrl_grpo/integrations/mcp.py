@@ -26,7 +26,7 @@ from torchrl_grpo.images import Content
 
 _SHARE = 0.8
 """Share of a turn's time limit that one call may take, so that its reward worker goes on."""
-_OVER = (-32001, -32000, -32600)
+_SESSION_ENDED = (-32001, -32000, -32600)
 """Codes after which a session is over: no answer in time, a closed connection, and a session that
 the server no longer knows.
 """
@@ -71,7 +71,7 @@ class Server:
         except Exception as error:
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
-            if getattr(error, "code", _OVER[0]) not in _OVER:
+            if getattr(error, "code", _SESSION_ENDED[0]) not in _SESSION_ENDED:
                 raise ToolError(str(error)) from error
             closing = threading.Thread(target=self.close, args=(session,), daemon=True)
             closing.start()
@@ -96,8 +96,8 @@ class Server:
             errors = self._open.enter_context(open(writer, "w"))  # noqa: SIM115
             transport = stdio_client(server, errors)
         client = Client(transport, read_timeout_seconds=self.timeout_s)
-        opened = self._open.enter_context(portal.wrap_async_context_manager(client))
-        return lambda request: portal.call(request, opened)
+        session = self._open.enter_context(portal.wrap_async_context_manager(client))
+        return lambda request: portal.call(request, session)
 
     def close(self, session: Any = None) -> None:
         """End a session, by default the open one, and with it the server of a command."""

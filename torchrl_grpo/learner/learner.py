@@ -28,8 +28,8 @@ from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.ragged import join_groups
 from torchrl_grpo.weights import ObjectSender, Sender, WeightHandle
 
-_SURE = 100
-"""Number of weights that an update must change, after rounding, so that at least one surely does."""
+_MIN_CHANGED_WEIGHTS = 100
+"""Expected number of changed weights from which on at least one is certain to change after rounding."""
 _CHECKED = 64
 """Number of tokens that show whether weights are still usable."""
 
@@ -140,10 +140,10 @@ class Learner:
         handle = self._send(self.sender)
         if handle is not None:
             weights = self.trainer.parameters
-            # The share of the weights that so small an update changes is its size over eps.
+            # A small update changes about update size / eps of the rounded weights.
             eps = torch.finfo(self.sender.dtype or weights[0].dtype).eps
             changed = self.trainer.update_size * sum(weight.numel() for weight in weights) / eps
-            handle.note(changes=changed > _SURE)
+            handle.note(changes=changed > _MIN_CHANGED_WEIGHTS)
         if self.turns:
             torch.cuda.empty_cache()
         return handle

@@ -1,5 +1,5 @@
-"""LoRA adapters instead of full weights: only trained tensors are sent, to engines that hold them
-beside their base weights.
+"""LoRA adapters instead of full weights: only the trained tensors are sent, and engines keep them
+separate from their base weights.
 
 To a kind of transfer they are named tensors like any others.
 """
@@ -17,7 +17,7 @@ from torchrl_grpo.weights.object_store import ObjectSender
 
 @dataclass(frozen=True)
 class AdapterHandle(WeightHandle):
-    """Adapters for an engine that was started with their base model.
+    """Handle for adapters, for an engine that runs their base model.
 
     Attributes:
         layers: parameter name and scaling of each adapter.

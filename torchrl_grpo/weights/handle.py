@@ -33,8 +33,8 @@ class WeightHandle(ABC):
     """Access to the weights of one version.
 
     Attributes:
-        receipt: of the tensors that are sent; None if their reader makes it.
-        receipt_s: seconds that the sender took to make it.
+        receipt: receipt of the tensors that are sent; None if the reader computes it.
+        receipt_s: seconds that the sender took to compute it.
         changes: whether training has changed the weights since the previous handle.
     """
 
@@ -43,7 +43,7 @@ class WeightHandle(ABC):
     changes: bool = False
 
     def note(self, **values: Any) -> None:
-        """Set attributes, before the handle is given away."""
+        """Set attributes before the handle is sent."""
         vars(self).update(values)
 
     @abstractmethod
@@ -127,7 +127,7 @@ class Sender:
         return source.weights(self.dtype)
 
     def pack(self, weights: Iterable[tuple[str, Any]], version: int) -> WeightHandle:
-        """Make a handle of these weights, which may come one at a time, with their receipt."""
+        """Make a handle, with a receipt, for these weights, which may be generated one at a time."""
         digests = Digests()
         sent = ((name, weight.detach().to(self.dtype or weight.dtype)) for name, weight in weights)
         handle = self._pack(digests.of(sent), version)
@@ -135,7 +135,7 @@ class Sender:
         return handle
 
     def _pack(self, weights: TensorStream, version: int) -> WeightHandle:
-        """Make a handle of weights in the dtype in which they are sent."""
+        """Make a handle for weights that already have the dtype in which they are sent."""
         raise NotImplementedError(f"{type(self).__name__} must override pack or _pack.")
 
     def resend(self, version: int, reason: str) -> WeightHandle:
@@ -175,7 +175,7 @@ class DirectSender(Sender):
     """Sender of ``DirectHandle``s: nothing is copied or kept.
 
     Args:
-        dtype: dtype to which the engine converts the weights; None if it keeps their own.
+        dtype: dtype to which the engine converts the weights; None to keep each weight's dtype.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:

@@ -53,7 +53,7 @@ def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> TensorS
     """Yield a causal language model's weights under the names of its Hugging Face checkpoint.
 
     A LoRA model yields its base model's weights with the active adapters merged in. The merged
-    tensors are new ones, made one at a time; so are those of a quantized base. A sharded model
+    tensors are new ones, made one at a time; so are the dequantized weights of a quantized base. A sharded model
     gathers each weight when the iterator reaches it, so all ranks must exhaust the iterator.
 
     Args:
@@ -340,11 +340,11 @@ def check_weights(
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: NamedTensors) -> Digests:
-    """Copy weights into a model, if all are present and fit. Return digests of its parameters.
+    """Copy weights into a model if all are present and fit. Return digests of its parameters.
 
     Raises:
         RuntimeError: see ``check_weights``; the model is unchanged.
-        ReceiptError: the model does not have these weights afterwards.
+        ReceiptError: the model's parameters differ from these weights afterwards.
     """
     expected, optional = expected_weights(model)
     receipt = getattr(weights, "receipt", None) or {}

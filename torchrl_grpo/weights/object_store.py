@@ -11,7 +11,7 @@ import torch
 
 from torchrl_grpo.weights.handle import Sender, WeightHandle, on_host, tensor_bytes
 from torchrl_grpo.weights.named import NamedTensors, TensorStream
-from torchrl_grpo.weights.receipts import Receipted
+from torchrl_grpo.weights.receipts import TensorsWithReceipt
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PackedWeights(WeightHandle):
                 (name, torch.from_numpy(data).view(dtype).view(shape))
                 for name, dtype, shape, data in self.tensors
             ]
-        return Receipted(views, self.receipt)
+        return TensorsWithReceipt(views, self.receipt)
 
 
 class ObjectSender(Sender):

@@ -1,5 +1,5 @@
-"""Receipts of weight syncs: a digest of each tensor, which sender and receiver compute where it
-lies.
+"""Receipts of weight syncs: the digests of all tensors, computed by sender and receiver on each
+tensor's device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Receipt = Mapping[str, int]
 
 _CHUNK = 2**18
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
-"""Odd, like each factor of a digest: a product with it loses no bit."""
+"""Odd, like each factor of a digest, so a product with it loses no bits."""
 
 
 @lru_cache
@@ -31,9 +31,9 @@ def _factors(device: torch.device) -> Tensor:
 def digest(tensor: Tensor) -> Tensor:
     """Return a digest of a tensor's bytes on its device, scalar int64.
 
-    It is the sum of all words of 8 bytes, each times an odd factor of its place, modulo 2**64: the
-    same on every device, in any order of summation, and another one for moved or swapped rows. It
-    says nothing about the shape.
+    The digest is the sum of the tensor's 8-byte words, each multiplied by an odd factor that depends
+    on its position, modulo 2**64. It is the same on every device and in any order of summation, and
+    it changes if rows are moved or swapped. It does not depend on the shape.
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if len(data) % 8 or data.data_ptr() % 8:
@@ -49,10 +49,10 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 class Digests:
-    """Digests of tensors as they pass by.
+    """Computes digests of tensors in a stream.
 
     Attributes:
-        seconds: time that they took on this thread.
+        seconds: time that the digests took on this thread.
 
     Example:
         >>> digests = Digests()
@@ -73,21 +73,21 @@ class Digests:
         self.seconds += time.perf_counter() - start
 
     def of(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Add tensors when they are read, and yield them."""
+        """Yield tensors, and add each one as it is read."""
         for name, tensor in tensors:
             self.add(name, tensor)
             yield name, tensor
 
     def receipt(self) -> Receipt:
-        """Return the digests so far, in one copy from their device."""
+        """Return the digests so far, copied from their device at once."""
         start = time.perf_counter()
         sums = torch.stack(list(self._sums.values())).tolist() if self._sums else []
         self.seconds += time.perf_counter() - start
         return dict(zip(self._sums, sums, strict=True))
 
 
-class Receipted(Iterator[tuple[str, Tensor]]):
-    """Tensors with the receipt of their sender, which their reader has to compare.
+class TensorsWithReceipt(Iterator[tuple[str, Tensor]]):
+    """Stream of tensors with their sender's receipt, which the reader must compare.
 
     Args:
         tensors: pairs of name and tensor.
@@ -116,7 +116,7 @@ def compare(expected: Receipt, received: Receipt, where: str) -> None:
     Args:
         expected: receipt of the sender.
         received: receipt of the receiver, which may have more tensors.
-        where: name of the receiver in the message.
+        where: name of the receiver, for the error message.
 
     Raises:
         ReceiptError: tensors are missing or differ.

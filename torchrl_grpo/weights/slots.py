@@ -1,4 +1,4 @@
-"""Adapters in the slots of a vLLM worker, beside the base weights.
+"""Adapters in the slots of a vLLM worker, separate from the base weights.
 
 Only ``worker`` calls this module, in vLLM's worker processes.
 """
@@ -28,8 +28,8 @@ def attach(
         worker: vLLM's worker, which takes its part of each matrix.
         matrices: A [r, in] and B [out, r] of each adapter.
         layers: parameter name and scaling of each adapter, in the same order.
-        number: of the adapters, at least 1; a slot with the same number is overwritten.
-        keep: numbers of other adapters that requests still use; the rest is removed.
+        number: number of the adapters, at least 1; a slot with the same number is overwritten.
+        keep: numbers of other adapters that requests still use; all others are removed.
 
     Raises:
         RuntimeError: a layer has no slot; nothing was changed.
@@ -51,7 +51,7 @@ def attach(
         loras[module] = weights(module, len(a), 1, a.to(dtype, copy=True), b, scaling=1)
         if module not in slots:
             raise RuntimeError(
-                f"train_model.lora.target_modules: vLLM has no adapters for {name}: leave it out, "
+                f"train_model.lora.target_modules: vLLM does not support adapters for {name}: leave it out, "
                 "or use inference_model.backend=transformers."
             )
     for other in set(manager.list_adapters()) - set(keep):
@@ -61,7 +61,7 @@ def attach(
 
 
 def slot_tensors(worker: Any) -> TensorStream:
-    """Yield the tensors with all slots of each module, by vLLM's name of the module."""
+    """Yield the tensors that hold all slots of each module, named after vLLM's module."""
     if worker.vllm_config.lora_config is not None:
         for name, module in worker.model_runner.lora_manager._adapter_manager.modules.items():
             stacks = enumerate((*module.lora_a_stacked, *module.lora_b_stacked))

@@ -88,32 +88,32 @@ class WeightSyncExtension:
         number: int,
         keep: list[int],
     ) -> tuple[Receipt, list[str], float]:
-        """Load the adapters in a ``SharedBlock`` of these fields, see ``slots.attach``, and answer
-        like ``receipt``.
+        """Load the adapters in the ``SharedBlock`` with these fields (see ``slots.attach``). Returns the
+        same as ``receipt``.
         """
         digests = Digests()
         attach(self, digests.of(SharedBlock(**block).weights()), layers, number, keep)
         start = time.perf_counter()
         received, slots = digests.receipt(), receipt_of(slot_tensors(self))
-        before, own = self._settled
+        before, own = self._latest
         is_stale = received != before and own.items() >= slots.items()
-        self._settled = received, {**(own or self.own()), **slots}
+        self._latest = received, {**(own or self.own()), **slots}
         return received, [*slots] * is_stale, digests.seconds + time.perf_counter() - start
 
     loaded: Digests
-    """Of the tensors that the model's loader got in the latest update."""
-    _settled: tuple[Receipt, Receipt] = ({}, {})
+    """Digests of the tensors that the model's loader received in the latest update."""
+    _latest: tuple[Receipt, Receipt] = ({}, {})
     """Receipts of the loader and of the model's own parameters after the latest update."""
 
     def receipt(self) -> tuple[Receipt, list[str], float]:
-        """Return the receipt of the latest update, the parameters of the model that do not have its
-        weights, and the seconds that this took.
+        """Return the receipt of the latest update, the names of the model's parameters that do not match
+        it, and the seconds that this took.
         """
         start = time.perf_counter()
         worker: Any = self
         packed = getattr(worker.model_runner.get_model(), "packed_modules_mapping", {})
         loaded, own = self.loaded.receipt(), self.own()
-        before, own_before = self._settled
+        before, own_before = self._latest
         changed: dict[str, bool] = {}
         for name in loaded.keys() & before.keys():
             whole = _packed(name, packed)
@@ -126,21 +126,21 @@ class WeightSyncExtension:
         if worker.model_config.quantization is not None:  # which may round changes away
             stale = []
         if not stale:
-            self._settled = loaded, own
+            self._latest = loaded, own
         return loaded, stale, self.loaded.seconds + time.perf_counter() - start
 
     def own(self) -> Receipt:
         """Return the receipt of the model's own parameters and of its slots for adapters. On a CPU
-        vLLM packs the weights of linear layers where they cannot be read.
+        vLLM packs the weights of linear layers so that they cannot be read back.
         """
         model: Any = self.model_runner.get_model()  # type: ignore[attr-defined]
         parameters = ((name, p.data) for name, p in model.named_parameters() if p.numel())
         return receipt_of(chain(parameters, slot_tensors(self)))
 
     def damaged(self) -> list[str]:
-        """Return the parameters that are others than after the latest update."""
+        """Return the names of the parameters that have changed since the latest update."""
         own = self.own()
-        return [name for name, value in self._settled[1].items() if own.get(name) != value]
+        return [name for name, value in self._latest[1].items() if own.get(name) != value]
 
     # Sampling uses torch's generator of the device; on CUDA vLLM also draws each request's seed
     # from NumPy's.
@@ -257,7 +257,7 @@ def _run_within(function: Callable[[], None], seconds: float) -> str:
 
 
 def _packed(name: str, packed: Mapping[str, Sequence[str]]) -> str:
-    """Return the name of the parameter that has a checkpoint's weight."""
+    """Return the name of the parameter that contains a weight of the checkpoint."""
     layer, _, last = name.rpartition(".")
     start, _, part = layer.rpartition(".")
     whole = next((whole for whole, parts in packed.items() if part in parts), part)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 NAMES = {"stop": "stop_sequences"}
-"""Names of fields of chat completions here."""
+"""This API's names for fields of chat completions."""
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _THOUGHTS = ("thinking", "redacted_thinking")
 

@@ -1,8 +1,8 @@
-"""Linear layers whose frozen weight has 4 bits, for QLoRA (arXiv 2305.14314), with bitsandbytes.
+"""Linear layers with frozen 4-bit weights for QLoRA (arXiv 2305.14314), computed by bitsandbytes.
 
-bitsandbytes computes; the layer is ours. Its own ``Linear4bit`` keeps the dtype of its first input,
-rounds the bias in place, and on some CPUs repacks a weight that is read without gradients, after
-which there are none.
+We do not use its own ``Linear4bit``, which keeps the dtype of its first input, rounds the bias in
+place, and on some CPUs repacks a weight that is used without gradients, so that later calls have no
+gradients either.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ def check_bitsandbytes() -> None:
     """Check that bitsandbytes is installed.
 
     Raises:
-        ValueError: it is not.
+        ValueError: bitsandbytes is not installed.
     """
     if find_spec("bitsandbytes") is None:
         raise ValueError(
             "train_model.quantization=nf4 needs the package bitsandbytes: pip install "
             "'torchrl_grpo[qlora]', or leave it out."
         )
-    # Its import asks on some CPUs for a kernel from the hub, which nothing here calls.
+    # On some CPUs its import looks for a kernel on the hub that nothing here needs.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 class QuantizedLinear(nn.Linear):
-    """Linear layer with a frozen weight in NF4: 4 bits per number in blocks of 64, whose scales have
-    8 bits. It computes in the dtype of its input, or of autocast.
+    """Linear layer with a frozen weight in NF4: 4 bits per number, and an 8-bit scale per block of 64.
+    It computes in the dtype of its input or of autocast.
 
     Args:
-        linear: layer with the weight; its bias is shared.
+        linear: layer to quantize; its bias is shared.
         device: device of the weight.
 
     Attributes:
-        weight: packed, uint8. ``weight.dequantized()`` returns [out, in] in the dtype that it had.
+        weight: packed, uint8. ``weight.dequantized()`` returns [out, in] in the original dtype.
 
     Raises:
         ValueError: bitsandbytes is not installed.
@@ -62,7 +62,7 @@ class QuantizedLinear(nn.Linear):
         self.bias = linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the output in the dtype that it was computed in."""
+        """Return the output in the dtype in which it is computed."""
         kind, dtype = input.device.type, input.dtype
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)

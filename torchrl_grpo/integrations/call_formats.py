@@ -1,9 +1,9 @@
-"""Formats in which models write thoughts and tool calls, and the parser of a turn in them. Does not
-import torch.
+"""Formats in which models write thoughts and tool calls, and a parser for turns in these formats. Does
+not import torch.
 
 A run has one format: the tokenizer's response template or, without one, the first row of
-``FORMATS`` that reads back a call as the chat template writes it (``recognize``). If the chat
-template writes no calls, the rows of ``ANY`` are read.
+``FORMATS`` that parses a call as the chat template writes it (``recognize``). If the chat template
+writes no calls, all formats in ``ANY`` are recognized.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torchrl_grpo.host.text import clip, printable
 from torchrl_grpo.tools.toolbox import CallFormat, ParsedTurn, ToolCall, fits
 
 Reader = Callable[[str, "re.Match[str]"], tuple[list[ToolCall], int]]
-"""Function from a text and the match of a call's beginning to the calls and the end of what it
-read.
+"""Function that takes a text and the match of a call's beginning, and returns the calls and the
+position after them.
 """
 
 _MAX_ERROR_CHARACTERS = 300
@@ -37,17 +37,17 @@ def _malformed(name: str | None, reason: object) -> ToolCall:
 
 
 def _name_of(match: re.Match[str]) -> str | None:
-    """Return the function's name, from the group of the alternative that matched."""
+    """Return the function's name from whichever group matched."""
     return next((value for value in match.groupdict().values() if value), None)
 
 
 def _read_json(closing: str, is_bare: bool = False) -> Reader:
-    """Return a reader of JSON: the arguments, if the beginning names the function, else a call or a
-    list of calls.
+    """Return a reader of JSON: the arguments, if the function's name precedes them; otherwise a call or
+    a list of calls.
 
     Args:
-        closing: pattern of the end of the call, besides the end of the turn.
-        is_bare: whether nothing but its keys tells a call from other JSON. Calls are then separated
+        closing: pattern of the end of the call; the end of the turn also ends it.
+        is_bare: whether only its keys distinguish a call from other JSON. Calls are then separated
             by semicolons.
     """
     close = re.compile(rf"\s*(?:{closing}|\Z)")
@@ -69,7 +69,7 @@ def _read_json(closing: str, is_bare: bool = False) -> Reader:
             return calls, closed.end()
         except (ValueError, RecursionError) as error:
             end = close.search(text, start).end()  # type: ignore[union-attr]
-            return [_malformed(name, f"it is no JSON ({error})")], end
+            return [_malformed(name, f"it is not JSON ({error})")], end
 
     def read_bare(text: str, match: re.Match[str]) -> tuple[list[ToolCall], int]:
         is_call = '"name"' in text and '"parameters"' in text
@@ -97,7 +97,7 @@ def _calls_in(value: Any) -> list[ToolCall]:
 
 
 def _read_tags(parameter: str, closing: str) -> Reader:
-    """Return a reader of arguments in tags, whose values are text.
+    """Return a reader of arguments in tags, with values as text.
 
     Args:
         parameter: pattern of an argument, with the groups ``key`` and ``value``.
@@ -117,18 +117,18 @@ def _read_tags(parameter: str, closing: str) -> Reader:
         if name and closed:
             return [ToolCall(name.strip(), arguments)], closed.end()
         closed = close.search(text, end)
-        reason = "its name, its arguments or its end is not in the form of the chat template"
+        reason = "its name, arguments or end differ from the chat template's format"
         return [_malformed(name, reason)], closed.end() if closed else len(text)
 
     return read
 
 
 def _read_gemma(quote: str, closing: str) -> Reader:
-    """Return a reader of objects whose keys have no quotes, and whose texts have other ones.
+    """Return a reader of objects with unquoted keys and special quotes around strings.
 
     Args:
-        quote: what surrounds a text.
-        closing: the end of the call.
+        quote: marker before and after a string.
+        closing: marker at the end of the call.
     """
 
     def read(text: str, match: re.Match[str]) -> tuple[list[ToolCall], int]:
@@ -149,7 +149,7 @@ def _read_gemma(quote: str, closing: str) -> Reader:
 
 
 def _read_python(closing: str) -> Reader:
-    """Return a reader of calls in the syntax of Python, in a list or one after another."""
+    """Return a reader of calls in Python syntax, in a list or one after another."""
     close = re.compile(rf"\s*(?:{closing}|\Z)")
 
     def read(text: str, match: re.Match[str]) -> tuple[list[ToolCall], int]:
@@ -181,7 +181,7 @@ def _python_call(node: ast.expr) -> ToolCall:
 
 
 def _python_value(node: ast.expr) -> Any:
-    """Return the value of a literal, which may have the constants of JSON."""
+    """Return the value of a literal, which may contain JSON constants."""
     if isinstance(node, ast.Name) and node.id in _CONSTANTS:
         return _CONSTANTS[node.id]
     if isinstance(node, ast.List | ast.Tuple):
@@ -194,14 +194,14 @@ def _python_value(node: ast.expr) -> Any:
 
 @dataclass(frozen=True)
 class Format:
-    """A way to write thoughts and calls.
+    """Format of thoughts and tool calls.
 
     Attributes:
-        call: pattern of the beginning of a call, with the function's name as a group if it is there.
-        read: reads the calls at such a beginning.
+        call: pattern of the beginning of a call, with a group for the function's name if it is there.
+        read: reads the calls that begin at a match of ``call``.
         thought: patterns of the beginning and the end of a thought.
-        is_typed: whether the values of arguments have types; otherwise the tool's schema gives them.
-        non_text: pattern of what is no text in a turn, besides control tokens.
+        is_typed: whether arguments have types; otherwise the tool's schema determines them.
+        non_text: pattern of the parts of a turn, besides control tokens, that are not text.
     """
 
     call: str
@@ -215,7 +215,7 @@ class Format:
 
 
 _AFTER = r"(?:\A|(?<=</think>))\s*"
-"""Where a call without a mark may begin."""
+"""Position where a call without a marker may begin."""
 _PARAMETER = r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))"
 _NAMED_PARAMETER = (
     r'<{0}parameter name="(?P<key>[^"\n]+)"[^>\n]*>(?P<value>.*?)</{0}parameter>'
@@ -328,10 +328,10 @@ FORMATS: dict[str, Format] = {
         is_typed=False,
     ),
 }
-"""Formats by name. Several may read a template's call; the first one is used."""
+"""Formats by name. If several can parse a template's call, the first one is used."""
 
 ANY = ("hermes", "mistral", "llama", "nemotron", "granite", "deepseek", "kimi", "lfm2")
-"""Formats that are read if the chat template writes no calls: their marks differ."""
+"""Formats that are recognized if the chat template writes no calls: their markers differ."""
 
 
 def parse_turn(
@@ -340,14 +340,14 @@ def parse_turn(
     call_format: CallFormat = "",
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> ParsedTurn:
-    """Return the calls and the text of the policy's turn. A call in a thought is a draft, and a
-    thought without an end lasts to the end of the turn.
+    """Return the calls and the text of the policy's turn. A call inside a thought is a
+    draft and not returned. An unclosed thought extends to the end of the turn.
 
     Args:
         text: the turn with its special tokens.
         prefill: the beginning of the turn that is part of the prompt, see ``prefill_of``.
         call_format: the run's format, see ``recognize``.
-        tools: JSON schemas, which give types to arguments without any.
+        tools: JSON schemas, which determine the types of untyped arguments.
     """
     names = [call_format] if isinstance(call_format, str) and call_format in FORMATS else ANY
     turn = _parse(text, prefill, [FORMATS[name] for name in names], tools)
@@ -414,7 +414,7 @@ def _text_of(text: str, form: Format) -> str:
 
 
 def _typed(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
-    """Return a call with the types of its tool's schema."""
+    """Return a call with its arguments converted to the types in its tool's schema."""
     functions = [tool.get("function", tool) for tool in tools]
     schemas = [tool.get("parameters") for tool in functions if tool.get("name") == call.name]
     properties = (schemas[0] or {}).get("properties", {}) if schemas else {}
@@ -428,7 +428,7 @@ def _typed(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """Return the value of a text; the text itself if it has none of the schema's types."""
+    """Return a text's value as one of the schema's types; the text itself if it is none of them."""
     if not isinstance(schema, Mapping) or not {"type", "anyOf", "enum"} & schema.keys():
         return text
     try:
@@ -453,7 +453,7 @@ def _by_template(
             if isinstance(arguments, str):
                 arguments = json.loads(arguments)
             calls.append(ToolCall(str(function["name"]), _arguments(arguments)))
-    # Whatever the template's patterns and parsers raise for what the policy wrote.
+    # All errors that the template's patterns and parsers raise on unexpected text.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [_malformed(None, printable(str(error)))], "", ""
     thought = message.get("thinking") or message.get("reasoning_content") or ""
@@ -461,8 +461,8 @@ def _by_template(
 
 
 def prefill_of(prompt: str, call_format: CallFormat = "") -> str:
-    """Return the end of a prompt with which the chat template begins the policy's turn: what
-    follows the anchor of a response template; otherwise a thought, if there is one.
+    """Return the end of a prompt that already belongs to the policy's turn: the text after the anchor
+    of a response template; otherwise the beginning of a thought, if there is one.
     """
     if isinstance(call_format, str):
         match = _OPENED.search(prompt)
@@ -496,18 +496,18 @@ _TURN = "0turn0"  # no mark begins like it
 def recognize(
     render: Callable[[Sequence[dict[str, Any]]], str], template: Mapping[str, Any] | None
 ) -> CallFormat:
-    """Return the format of a chat template's calls: it writes a call with arguments of each type,
-    which the format must read back.
+    """Return the format of a chat template's calls. The template renders a call with arguments of each
+    type, and the format must parse it correctly.
 
     Args:
-        render: writes a chat as the template does; raises ``ValueError`` if that leaves calls out.
-        template: the tokenizer's response template, which is used if there is one.
+        render: renders a chat with the template; raises ``ValueError`` if the template omits calls.
+        template: the tokenizer's response template, which takes precedence.
 
     Returns:
         the response template, a name in ``FORMATS``, or "" if the template writes no calls.
 
     Raises:
-        ValueError: the format is unknown, or the response template cannot read it.
+        ValueError: the format is unknown, or the response template cannot parse it.
     """
     call = {
         "type": "function",
@@ -534,7 +534,7 @@ def recognize(
             return each
     reader = "the tokenizer's response_template" if template else "no known format"
     raise ValueError(
-        f"model.chat_template must write tool calls that can be read back, but {reader} reads "
+        f"model.chat_template must write tool calls that can be parsed, but {reader} can parse "
         f"{printable(text[len(before) :])!r:.{_MAX_ERROR_CHARACTERS}}: set env.tool_parser to a "
-        "function that reads the calls, or use another template or model."
+        "function that parses the calls, or use another template or model."
     )

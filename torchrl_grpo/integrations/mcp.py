@@ -1,10 +1,10 @@
 """Tools of MCP servers (Model Context Protocol): ``env.tools=[mcp:COMMAND]`` or ``mcp:URL``.
 
-Each process that calls the tools of a server has one session with it, opened by the first call. A
-command is a server of its own for each session, and ends with it. A call that takes too long, and a
-server that dies, end the session: the policy reads why, and the next call opens another one.
+Each process that calls a server's tools has one session with it, which the first call opens. For a
+command, each session starts its own server, which ends with the session. A timeout or a server that
+dies ends the session: the policy sees the reason, and the next call opens a new session.
 
-It uses the official client, the package ``mcp``. Tested with servers of mcp 1.30 and 2.3.
+Uses the official client, the package ``mcp``. Tested with servers of mcp 1.30 and 2.3.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from torchrl_grpo.host.processes import guarded
 from torchrl_grpo.images import Content
 
 _SHARE = 0.8
-"""Share of a turn's time limit that one call may take, so that its reward worker goes on."""
+"""Share of a turn's time limit that one call may take, so that its reward worker continues."""
 _SESSION_ENDED = (-32001, -32000, -32600)
-"""Codes after which a session is over: no answer in time, a closed connection, and a session that
-the server no longer knows.
+"""Error codes that end a session: a timeout, a closed connection, and a session that the server no
+longer knows.
 """
 _CLOSE_S = 1.0
 
 
 class ToolError(RuntimeError):
-    """Error of a server, for the policy."""
+    """Error from a server, as shown to the policy."""
 
 
 class Server:
-    """A server, with a session for each process that asks it something.
+    """MCP server, with one session for each process that uses it.
 
     Args:
         address: command line or URL.
@@ -57,7 +57,7 @@ class Server:
         return Server, (self.address, self.timeout_s)
 
     def ask(self, request: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Return a client's answer to a request. Any number of threads may ask at a time.
+        """Send a request and return the answer. Thread-safe.
 
         Raises:
             ToolError: the server cannot be started, refuses the request, has died, or did not
@@ -100,7 +100,7 @@ class Server:
         return lambda request: portal.call(request, session)
 
     def close(self, session: Any = None) -> None:
-        """End a session, by default the open one, and with it the server of a command."""
+        """End a session, by default the open one; for a command, this also ends its server."""
         with self._lock:
             if session in (None, self._session):
                 self._session = None
@@ -111,7 +111,7 @@ class Server:
         """Call a tool; return its texts and images.
 
         Raises:
-            ToolError: see ``ask``; or the tool failed.
+            ToolError: the tool failed; see also ``ask``.
         """
         result = self.ask(lambda client: client.call_tool(tool, arguments, self.timeout_s))
         parts = [
@@ -126,14 +126,15 @@ class Server:
 
 
 def mcp_tools(spec: str, timeout_s: float) -> list[Callable[..., Content]]:
-    """Return the tools of a server as functions, after a session that lists them.
+    """Return the tools of a server as functions; a temporary session lists them.
 
     Args:
         spec: ``mcp:`` and a command line or a URL.
         timeout_s: time limit of a turn (``env.reward_timeout_s``).
 
     Raises:
-        ValueError: there is no package ``mcp``, no such command, no answer, or no tool.
+        ValueError: the package ``mcp`` is missing, the command does not exist, or the server does not
+            answer or has no tools.
     """
     server = Server(spec.removeprefix(MCP), timeout_s)
     try:
@@ -178,11 +179,11 @@ def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> d
 
 
 def part_of(block: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a block of a tool's result as a part of a message: its image, its text, or, of a link,
-    the address.
+    """Return a block of a tool's result as a part of a message: an image, a text or, for a link, its
+    address.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is none of these.
     """
     if block["type"] == "image":
         return {"type": "image", "image": b64decode(block["data"], validate=True)}

@@ -1,8 +1,8 @@
 """OpenAI's Responses wire format (``/v1/responses``), translated to and from that of chat
 completions.
 
-A request becomes the equivalent chat, so both are checked and handled alike. What is one message of
-the assistant in a chat is several items here: reasoning, a message and function calls, in this
+A request becomes the equivalent chat request, so both are checked and handled the same way. One
+assistant message in a chat is several items here: reasoning, a message and function calls, in this
 order. Source: OpenAI's API reference, responses.
 """
 
@@ -17,16 +17,16 @@ NAMES = {
     "response_format": "text.format",
     "prompt_template": "prompt",
 }
-"""Names of fields of chat completions here."""
+"""This API's names for fields of chat completions."""
 _ANSWER = ("reasoning", "message", "function_call")
-"""Types of the items of an answer, in their order."""
+"""Types of the items of an answer, in order."""
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id")
 """Fields of a request that its answer repeats."""
 
 
 def as_openai(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a request in the format of chat completions, and the names of its messages here. Parts
-    without an equivalent are unchanged, and the parser of requests refuses them.
+    """Return a request in the format of chat completions, and the name of each message's field in the
+    original. Parts without an equivalent are unchanged, so the request parser refuses them.
     """
     chat: list[tuple[str, Any]] = []
     if fields.get("instructions"):
@@ -56,8 +56,8 @@ def as_openai(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def messages_of(items: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return items as messages, each with the name of its first item. Items that one answer may
-    have, in their order, are one message.
+    """Return items as messages, each with the name of its first item. Consecutive items that can
+    belong to one answer become one message.
     """
     chat: list[tuple[str, Any]] = []
     rank_before = len(_ANSWER)
@@ -87,7 +87,7 @@ def messages_of(items: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def _other(item: Any, kind: Any) -> Any:
-    """Return the message of an item that no answer has; unknown items are unchanged."""
+    """Return an item that is not part of an answer as a message; unknown items are unchanged."""
     if kind == "message":
         return {"role": item.get("role"), "content": _content(item.get("content"))}
     if kind == "function_call_output":
@@ -101,7 +101,7 @@ def _content(content: Any) -> Any:
 
 
 def _part(part: Any) -> Any:
-    """Return a text or an image in the form of a chat; other parts are unchanged."""
+    """Return a text or an image in the chat format; other parts are unchanged."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in ("input_text", "output_text", "reasoning_text", "summary_text"):
         return {"type": "text", "text": part.get("text")}
@@ -111,7 +111,7 @@ def _part(part: Any) -> Any:
 
 
 def _tool(tool: Any) -> Any:
-    """Return a function in the form of a chat; other tools are unchanged."""
+    """Return a function in the chat format; other tools are unchanged."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         return tool
     names = ("name", "description", "parameters")

@@ -1,4 +1,4 @@
-"""Reward functions of groups and of other libraries: their arguments and results.
+"""Group reward functions and those of other libraries: their arguments and results.
 
 ========  ==========================  ===================================================
 form      recognized by               arguments
@@ -14,7 +14,7 @@ group     ``responses``               ``responses``, ``messages``, ``finish_reas
                                       ``answer``, ``images``, and columns by name
 ========  ==========================  ===================================================
 
-With ``per: group`` the lists of TRL's form have all responses of the group.
+With ``per: group``, the lists in TRL's form hold all responses of the group.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ _RESPONSE_NAMES = ("solution_str", "model_output", "predict_str")
 def reward_form(
     name: str, parameters: Collection[str], has_part_weights: bool, per_group: bool
 ) -> Form:
-    """Return the form of a function of a group, or with some parameters of other libraries'
-    functions.
+    """Return the form of a group reward function or of a function with another library's parameters.
 
     Args:
         name: name of the reward.
@@ -43,13 +42,13 @@ def reward_form(
         per_group: whether it compares the responses to a problem.
 
     Raises:
-        ValueError: one of these is true, and the function is verl's.
+        ValueError: one of these is true, but the function has verl's form.
     """
     names = FOREIGN_NAMES & set(parameters)
     if per_group and names & set(_RESPONSE_NAMES):
         raise ValueError(
             f"per=group of reward {name} needs a function of several responses, but verl's form "
-            "has one: name a parameter `responses`."
+            "takes one response: use a function with the parameter `responses`."
         )
     if per_group:
         return _TRL_GROUP if names else _GROUP

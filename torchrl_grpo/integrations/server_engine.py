@@ -285,10 +285,10 @@ class ServerEngine(Engine):
             self.policy_version = version
 
     def load(self, handle: WeightHandle, version: int) -> None:
-        """See ``Engine``; trained weights must change what the server predicts.
+        """See ``Engine``. Trained weights must change what the server predicts.
 
         Raises:
-            ReceiptError: they do not.
+            ReceiptError: its predictions did not change.
         """
         if self._folder is not None and not self._answer:
             self._answer = self._server.candidates(_PROBE, 1.0)
@@ -302,9 +302,9 @@ class ServerEngine(Engine):
         both = before.keys() & answer.keys()
         if changes and both and all(before[token] == answer[token] for token in both):
             raise ReceiptError(
-                f"inference_model.address: the server at {self.address} must predict something "
-                f"else with the trained weights of version {version}, which it says it has loaded, "
-                "but its log-probs are those of the version before: see its log."
+                f"inference_model.address: the server at {self.address} reports that it loaded the "
+                f"trained weights of version {version}, but its log-probs are those of the previous "
+                "version: see its log."
             )
 
     def _load(self, handle: WeightHandle, version: int) -> None:

@@ -29,7 +29,7 @@ from torchrl_grpo.transforms.ragged import join_groups
 from torchrl_grpo.weights import ObjectSender, Sender, WeightHandle
 
 _MIN_CHANGED_WEIGHTS = 100
-"""Expected number of changed weights from which on at least one is certain to change after rounding."""
+"""Expected number of changed weights above which at least one surely changes after rounding."""
 _CHECKED = 64
 """Number of tokens that show whether weights are still usable."""
 

@@ -88,8 +88,8 @@ class WeightSyncExtension:
         number: int,
         keep: list[int],
     ) -> tuple[Receipt, list[str], float]:
-        """Load the adapters in the ``SharedBlock`` with these fields (see ``slots.attach``). Returns the
-        same as ``receipt``.
+        """Load the adapters in the ``SharedBlock`` with these fields; see ``slots.attach``. Return
+        the same as ``receipt``.
         """
         digests = Digests()
         attach(self, digests.of(SharedBlock(**block).weights()), layers, number, keep)
@@ -106,8 +106,8 @@ class WeightSyncExtension:
     """Receipts of the loader and of the model's own parameters after the latest update."""
 
     def receipt(self) -> tuple[Receipt, list[str], float]:
-        """Return the receipt of the latest update, the names of the model's parameters that do not match
-        it, and the seconds that this took.
+        """Return the receipt of the latest update, the names of the model's parameters that do not
+        match it, and the seconds that this took.
         """
         start = time.perf_counter()
         worker: Any = self

@@ -3,8 +3,8 @@
     python sota/grpo/grpo.py --config-name grpo_arithmetic env.agent=examples/my_branches.py:play \\
         env.max_turns=4 policy.turn_credit=per_turn
 
-The rewards of the four answers sum to 0, so the reward of every trajectory is 0: only the credit of
-the turns tells the policy what to learn.
+The rewards of the four answers sum to 0, so every trajectory has a reward of 0, and the policy learns
+only from the turns' credit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 async def play(client: Any, problem: dict[str, Any]) -> float:
-    """Reward each answer by how much better than their mean it is.
+    """Reward each answer by its difference from the mean of all four.
 
     Args:
         client: an ``openai.AsyncOpenAI``, with ``reward``.

@@ -427,8 +427,8 @@ def adapter_settings(folder: str) -> dict[str, Any]:
     """Return the arguments of peft's ``LoraConfig`` for the adapters in a folder.
 
     Raises:
-        ValueError: the folder has no LoRA adapters in peft's format, or some that do not belong to
-            the base model as it is.
+        ValueError: the folder has no LoRA adapters in peft's format, or their initialization
+            changes the base model.
     """
     try:
         saved = json.loads((Path(folder) / "adapter_config.json").read_bytes())

@@ -10,13 +10,14 @@ import numpy as np
 def mean_interval(values: Iterable[float]) -> tuple[float, float]:
     """Return the 95% interval of the mean over all problems of which these are a random sample.
 
-    Percentiles of the Bayesian bootstrap (Rubin 1981) with 3/4 of a problem more at 0 and at 1, so
-    that the interval has a width even if all values are equal. For values of 0 and 1 it is that of
-    a beta posterior, as Jeffreys' with 1/2 (Brown, Cai, DasGupta 2001); 3/4 covers few problems
-    better. The same values always give the same interval.
+    The bounds are percentiles of the Bayesian bootstrap (Rubin 1981) with two pseudo-problems of
+    weight 3/4, at 0 and at 1, so the interval has a width even if all values are equal. For values
+    of 0 and 1 it is the interval of a beta posterior, similar to the Jeffreys interval with weights
+    of 1/2 (Brown, Cai, DasGupta 2001); weights of 3/4 have better coverage with few problems. The
+    same values always give the same interval.
 
     Args:
-        values: one in [0, 1] for each problem, such as its share of correct samples.
+        values: one value in [0, 1] per problem, such as its share of correct samples.
 
     >>> low, high = mean_interval([1.0] * 45 + [0.0] * 5)
     >>> round(low, 2), round(high, 2)

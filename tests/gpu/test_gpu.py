@@ -148,7 +148,7 @@ def test_the_engine_on_cuda_gives_the_scorers_log_probs() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cuda_graphs_draw_what_steps_without_them_draw(dtype: torch.dtype) -> None:
+def test_cuda_graphs_sample_the_same_tokens_as_plain_steps(dtype: torch.dtype) -> None:
     """Has not run on a GPU so far. In 16 bits only the first log-probs are compared, since one
     other token changes all that follow.
     """

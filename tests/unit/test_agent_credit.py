@@ -178,7 +178,7 @@ class Unscored(ArithmeticTask):
         raise NotImplementedError
 
 
-def test_rewards_of_answers_are_enough_where_nothing_scores():
+def test_rewards_of_answers_suffice_without_a_scorer():
     async def play(client, problem):
         await ask(client, user("p"))
         client.reward(1)

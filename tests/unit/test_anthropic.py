@@ -177,7 +177,7 @@ def test_tokens_are_counted_before_a_request_and_only_with_the_tokenizer():
                 with pytest.raises(import_module("anthropic").BadRequestError) as error:
                     await claude.messages.count_tokens(**wants)
                 message = error.value.body["error"]["message"]
-                assert message.startswith("messages must be texts, and the task must know")
+                assert message.startswith("messages must be text only")
             else:
                 count = await claude.messages.count_tokens(**wants, tools=[ADD])
                 assert count.input_tokens == len(tokenizer(prompt).input_ids)

@@ -457,7 +457,7 @@ def test_temperature_is_that_of_engine_trainer_and_reference(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_adapters_in_a_folder(tmp_path: Path) -> None:
+def test_a_run_continues_with_adapters_from_a_folder(tmp_path: Path) -> None:
     """Engine and trainer have them before the first step, and the reference does not."""
     base = loading.load_model("starter", dtype=torch.float32, device=torch.device("cpu"))
     torch.manual_seed(0)

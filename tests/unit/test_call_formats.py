@@ -107,7 +107,7 @@ def calls_in(text: str, call_format: Any, prefill: str = "") -> list[ToolCall]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_calls_come_back_but_drafts_and_broken_ones_do_not(name: str) -> None:
+def test_calls_are_parsed_but_drafts_and_broken_ones_are_not(name: str) -> None:
     tokenizer = tokenizer_of(TEMPLATES[name])
     form = recognize(TurnTemplate(tokenizer, {}).chat_text, None)
     assert isinstance(form, str) and name.startswith(form)
@@ -134,7 +134,7 @@ def test_calls_come_back_but_drafts_and_broken_ones_do_not(name: str) -> None:
     assert all(call.error or call == expected[1] for call in others)
 
 
-def test_the_text_before_a_call_is_told_from_its_thoughts() -> None:
+def test_text_before_a_call_is_separated_from_thoughts() -> None:
     call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
     text = (
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
@@ -160,7 +160,7 @@ FRAGMENTS = [
 
 
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=20), st.sampled_from(["", *FORMATS]))
-def test_whatever_a_policy_writes_is_read_or_an_error(parts: list[str], form: str) -> None:
+def test_any_text_of_a_policy_is_parsed_or_an_error(parts: list[str], form: str) -> None:
     text = "".join(parts)
     turn = parse_turn(text, "", form, TOOLBOX.schemas)
     assert len(turn.speech) == len(text)
@@ -183,7 +183,7 @@ def test_whatever_a_policy_writes_is_read_or_an_error(parts: list[str], form: st
         ("5", "unknown", "5"),
     ],
 )
-def test_a_text_gets_the_type_of_its_schema(value: str, argument: str, read: Any) -> None:
+def test_an_argument_gets_the_type_in_its_schema(value: str, argument: str, read: Any) -> None:
     text = f"<tool_call><function=combine><parameter={argument}>\n{value}\n</parameter></function></tool_call>"
     assert calls_in(text, "qwen_xml") == [ToolCall("combine", {argument: read})]
 

@@ -82,7 +82,9 @@ def outcomes(batch: TensorDictBase) -> list[tuple[float, bool, Any]]:
 
 @pytest.mark.parametrize("pool", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fn", [longer, longer_later])
-def test_invalid_members_shift_nobody(fn: Callable[..., Any], pool: bool) -> None:
+def test_invalid_members_do_not_shift_the_others_rewards(
+    fn: Callable[..., Any], pool: bool
+) -> None:
     task = with_rewards([{"fn": fn, "name": "rank", "weight": 0.5}, own])
     batch = play(task, ["1", "x9999", "1222", "n", "22"], groups=2, pool=pool)
     seen = {"rank/seen": 4.0} if fn is longer_later else {}
@@ -167,7 +169,7 @@ def test_trl_functions_see_the_group_if_asked_to() -> None:
     assert [reward for reward, *_ in outcomes(play(with_rewards(share), ["1", "2"]))] == [1.0, 1.0]
 
 
-def test_functions_say_by_their_parameter_or_by_per_whether_they_compare() -> None:
+def test_a_parameter_or_per_makes_a_group_reward_function() -> None:
     def column(response: str, responses: Any = None) -> float:
         return float(responses is None)
 

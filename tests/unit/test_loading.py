@@ -179,7 +179,7 @@ def test_adapters_that_a_user_of_the_weight_would_ignore_are_refused(
         {"target_modules": ["q_proj", "down_proj"], "rank_pattern": {"q_proj": 2}},
     ],
 )
-def test_training_goes_on_with_saved_adapters(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_training_continues_with_saved_adapters(settings: dict[str, Any], tmp_path: Path) -> None:
     saved = make_lora(use_rslora=True, alpha_pattern={"down_proj": 3}, **settings)
     saved.save_pretrained(tmp_path)
     model = loading.add_lora(make_tiny_model(), path=str(tmp_path))

@@ -129,7 +129,9 @@ def test_a_result_has_images(call: Callable[..., Any]) -> None:
     assert isinstance(image["image"], ImageFile) and image["image"].size == (4, 3)
 
 
-def test_errors_of_a_tool_are_read_and_its_session_goes_on(call: Callable[..., Any]) -> None:
+def test_the_policy_sees_errors_of_a_tool_and_its_session_continues(
+    call: Callable[..., Any],
+) -> None:
     first, _ = call("count")
     for name, arguments, part in (
         ("fail", {"why": "x"}, "fail"),
@@ -141,7 +143,7 @@ def test_errors_of_a_tool_are_read_and_its_session_goes_on(call: Callable[..., A
     assert call("count") == (str(int(first) + 1), True)
 
 
-def test_a_call_without_an_answer_is_an_error_after_its_time(
+def test_a_call_without_an_answer_times_out_with_an_error(
     tools: list[Any], call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server of a command is started anew, because it may hang."""

@@ -490,7 +490,7 @@ def test_requirements_by_file_lead_to_the_pins_and_this_package(task: str) -> No
     assert {ROOT / "requirements.txt", ROOT / "constraints.txt", "."} <= found
 
 
-def test_a_merge_has_doubled_nothing_in_the_changelog() -> None:
+def test_the_changelog_has_no_duplicate_lines() -> None:
     """Merges keep the lines of both sides."""
     head, *versions = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")
     assert head.count("The format") == head.count("[semantic]") == 1

@@ -185,7 +185,7 @@ def test_the_plan_counts_the_packed_weights() -> None:
     ],
     ids=["two ranks", "a quantized model"],
 )
-def test_what_cannot_be_quantized_is_refused_before_weights_load(
+def test_unquantizable_models_are_refused_before_weights_load(
     changed: dict[str, Any], overrides: tuple[str, ...], devices: int, message: str, tmp_path: Path
 ) -> None:
     shutil.copytree(starter_path(), tmp_path, dirs_exist_ok=True)

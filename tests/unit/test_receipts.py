@@ -48,7 +48,7 @@ def test_a_digest_is_the_weighted_sum_of_the_words(dtype: torch.dtype) -> None:
         assert digest(view).item() == by_hand(view) == digest(view.clone()).item()
 
 
-def test_a_digest_is_another_one_for_a_changed_moved_or_missing_byte() -> None:
+def test_a_changed_moved_or_missing_byte_changes_the_digest() -> None:
     weight = torch.arange(2**21 + 100).remainder(251).to(torch.uint8)
     same = digest(weight).item()
     assert same == by_hand(weight)

@@ -120,7 +120,7 @@ def test_a_previous_response_brings_its_chat_but_not_its_instructions():
         answer,
         user("b"),
     ]
-    assert end.score == own_score(1.0)
+    assert end.score == own_score(1.0, 1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("text, kinds", [("yes", ["message"]), (CALL, ["function_call"])])

@@ -684,7 +684,7 @@ def test_a_context_that_is_no_number_is_refused_before_weights_load(
 
 
 @pytest.mark.slow
-def test_a_server_that_says_it_has_loaded_weights_and_has_not_is_an_error(
+def test_a_server_that_only_claims_to_have_loaded_weights_is_an_error(
     engine: ServerEngine, stub: SGLangStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(model: torch.nn.Module, version: int, changes: bool) -> None:

@@ -144,7 +144,7 @@ def assert_same(left: list[list[Completion]], right: list[list[Completion]]) -> 
 @pytest.mark.parametrize(
     ("name", "waits"), [("qwen2", True), ("llama", False), ("mistral", True), ("qwen3", False)]
 )
-def test_graphs_draw_what_growing_caches_draw(
+def test_graphs_sample_the_same_tokens_as_growing_caches(
     name: str, waits: bool, graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with adapters, and with groups that wait for places."""
@@ -192,7 +192,9 @@ def test_a_stop_string_ends_a_response(
     assert {each.finish_reason for each in chain(*groups[1])} == {"stop", "length"}
 
 
-def test_without_graphs_sampling_goes_on_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_graphs_sampling_continues_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As here, where PyTorch has no CUDA."""
     messages: list[str] = []
     monkeypatch.setattr(torchrl_logger, "warning", messages.append)

@@ -117,7 +117,7 @@ def slots(engine: AsyncVLLMEngine) -> AsyncVLLMEngine:
     return engine
 
 
-def test_running_requests_keep_their_adapters_and_later_ones_get_the_new(slots, pool):
+def test_running_requests_keep_their_adapters_and_later_ones_get_new_ones(slots, pool):
     """Nobody waits for another, except the third version, for the requests of the first."""
     engine = slots
     old, new, last = map(make_adapted, (1, 2, 3))
@@ -140,7 +140,7 @@ def test_running_requests_keep_their_adapters_and_later_ones_get_the_new(slots, 
             assert errors(old, prompt, done).max() < ROUNDING < errors(new, prompt, done).max()
 
 
-def test_kept_requests_go_on_with_the_new_adapters(slots, pool):
+def test_kept_requests_continue_with_the_new_adapters(slots, pool):
     engine = slots
     engine._in_flight = "keep"
     models = {5: make_adapted(5), 6: make_adapted(6)}

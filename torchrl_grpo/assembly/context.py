@@ -130,9 +130,9 @@ class Context:
 
     @cached_property
     def adapter_slots(self) -> AdapterSlots | None:
-        """The adapters that engines hold beside the weights of ``model.name``; None if they get
-        whole weights: there are no adapters, the trained model's base is quantized, the engine
-        cannot hold adapters, or not all are of linear layers.
+        """Slots for the adapters that engines keep separate from their base weights. None if engines
+        get whole weights: without LoRA, with a quantized base model, if the engine cannot hold
+        adapters, or if some adapters are not on linear layers.
         """
         train, engine = self.config.train_model, self.config.inference_model
         on_cpu = self.plan.inference[0][0].type == "cpu"
@@ -153,7 +153,7 @@ class Context:
 
     @property
     def on_meta(self) -> nn.Module:
-        """The model with its adapters, without memory for their weights."""
+        """The model with its adapters, without allocating any weights."""
         model = self.config.model
         return loading.on_meta(
             self.model.config,

@@ -17,7 +17,7 @@ class Geometry:
         groups_at_a_time: groups that an engine samples at a time, of one task or of several.
         task_groups: groups in a rollout task.
         concurrent_tasks: tasks that a sampler plays at a time.
-        waits: whether a sampler ends its tasks before it takes new weights.
+        waits: whether a sampler finishes its tasks before it takes new weights.
     """
 
     samplers: int

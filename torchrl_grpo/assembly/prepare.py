@@ -287,8 +287,8 @@ def _check_quantization(config: GRPOConfig, devices: int, model_config: Pretrain
     if getattr(model_config, "quantization_config", None) is not None:
         raise ConfigError(
             f"model.name={config.model.name} must be a model that is not quantized, because its "
-            "weights are trained or merged with adapters: use the model that it was made from, for "
-            "4 bits with train_model.quantization=nf4."
+            "weights are trained or merged with adapters: use the original model, and for 4 bits "
+            "add train_model.quantization=nf4."
         )
     if config.train_model.quantization is None:
         return

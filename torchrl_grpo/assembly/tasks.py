@@ -143,7 +143,7 @@ def make_task(
 
 
 def _load_tools(env: EnvConfig) -> list[Callable[..., Any]]:
-    """Return the functions of ``env.tools``, with those of its MCP servers."""
+    """Return the functions of ``env.tools``, including the tools of MCP servers."""
     functions: list[Callable[..., Any]] = []
     for name in env.tools:
         if name.startswith(checks.MCP):
@@ -182,7 +182,7 @@ def _make_verifiers(env: EnvConfig, tests: Sequence[DatasetConfig]) -> Task:
 
 
 def _tool_parser(env: EnvConfig) -> Parser | None:
-    """Return the user's parser of calls; None if the chat template's format is read."""
+    """Return the user's parser of calls; None to parse the chat template's format."""
     name = env.tool_parser
     return None if name is None else load_function(name, "env.tool_parser", {})
 

@@ -486,7 +486,7 @@ class TurnTemplate:
             raise
 
     def _after_calls(self, messages: Sequence[Message], names: Sequence[Any]) -> str:
-        """Return the same for a template that takes results only after their calls."""
+        """Return the same for a template that accepts results only after their calls."""
         calls = [{**_CALL, "function": {**_FUNCTION, "name": name}} for name in names]
         chat: list[Message] = [_USER, {**_ASSISTANT, "content": "", "tool_calls": calls}]
         before = self._chats.render(chat).rstrip()

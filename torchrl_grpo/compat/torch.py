@@ -25,7 +25,7 @@ dropout's probability, whether it is causal and ``scale``; returns the gradients
 value."""
 
 CompilerError: Any = TorchDynamoException
-"""What ``torch.compile`` raises by itself."""
+"""Base class of the errors of ``torch.compile`` itself."""
 
 _mkldnn: Any = torch.ops.mkldnn
 

@@ -95,7 +95,7 @@ class LLMEnv(EnvBase):
 
     Raises:
         ValueError: a number is out of range, the tokenizer has no chat template, no problem is left,
-            or the task has tools, but the chat template writes calls that cannot be read back.
+            or the task has tools, but the chat template writes calls that cannot be parsed.
 
     Examples:
         >>> from transformers import AutoTokenizer
@@ -172,7 +172,7 @@ class LLMEnv(EnvBase):
             except ValueError:
                 if task.tools:
                     raise
-                self.call_format = None  # an agent may do without tools
+                self.call_format = None  # an agent may not need tools
         self._set_seed(seed)
         self._rows: list[DialogState] = []
         # State of the group drawn last, for rows that are reset one by one.
@@ -488,8 +488,8 @@ class LLMEnv(EnvBase):
         return [*scoring((future.result() for future in futures), len(futures))]
 
     def _compare(self) -> None:
-        """Have the task compare the responses with valid rewards of each group, if it has several,
-        and add the parts of their rewards.
+        """Have the task compare the validly rewarded responses of each group with at least two, and
+        add the resulting parts to their rewards.
         """
         compares = self.task.compares
         valid = [row for row in self._rows if row.outcome.valid and compares(row.drawn.problem)]

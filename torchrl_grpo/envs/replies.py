@@ -64,10 +64,10 @@ class Replies:
 
     @cached_property
     def call_format(self) -> CallFormat:
-        """How the chat template writes tool calls.
+        """Format in which the chat template writes tool calls.
 
         Raises:
-            ValueError: it writes calls that cannot be read back.
+            ValueError: it writes calls that cannot be parsed.
         """
         template = getattr(self._tokenizer, "response_template", None)
         call_format: CallFormat = load_extra("recognize_calls")(self._template.chat_text, template)

@@ -149,7 +149,7 @@ class OpenEnvKind(Kind):
     Args:
         url: of the server.
         tools: further functions that the policy may call.
-        parser: finds the calls in the policy's text; None reads the chat template's own format.
+        parser: function that finds the calls in a turn; None parses the chat template's format.
 
     Raises:
         ValueError: the server does not answer, or there is no package ``websockets``.

@@ -1,5 +1,5 @@
-"""``Compiled``: a function that is compiled on CUDA and checked against the plain one, and
-``compile_layers``, which makes decoder layers such functions.
+"""``Compiled``, a function that is compiled on CUDA and checked against the original, and
+``compile_layers``, which compiles decoder layers in this way.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Compiled:
             is compiled.
         is_layer: whether it is a module's forward, for which any tensor is large enough, on any
             device.
-        problems: of functions that are compiled together: with any, all are plain.
+        problems: list shared by functions that are compiled together; if it has any entry, none of
+            them is compiled.
     """
 
     function: Callable[..., Any]
@@ -87,18 +88,18 @@ class Compiled:
                 torch.dist(result, value) <= _TOLERANCE * max(value.norm(), least)
                 for result, value in zip(ours, plain, strict=True)
             ):
-                raise ValueError("its results differ from the plain ones")
+                raise ValueError("its results differ from the original's")
         except Exception as error:  # the compiler's are of many kinds
             raise CompilerError(repr(error)) from error
         return compiled
 
 
 def compile_layers(base: nn.Module) -> None:
-    """Compile the decoder layers of a Hugging Face model, each by its first call.
+    """Compile the decoder layers of a Hugging Face model, each on its first call.
 
-    All layers of a kind share the compiled code. Attention over packed sequences stays as it is, so
-    that what is compiled does not depend on their lengths. If one layer cannot be compiled, all
-    stay plain.
+    All layers of the same class share the compiled code. Attention over packed sequences is not
+    compiled, so the compiled code does not depend on their lengths. If one layer cannot be compiled,
+    none is.
     """
     problems: list[str] = []
     for module in language_model_of(base).modules():

@@ -299,8 +299,8 @@ def load_model(
         attn_implementation: attention, by Transformers' name.
         trust_remote_code: whether the repository's own code may run.
         arguments: further arguments of ``from_pretrained``.
-        quantization: ``nf4`` quantizes the ``inner_linears``, each on its way to the device; None
-            does not.
+        quantization: ``nf4`` quantizes the ``inner_linears``, each as it moves to the device; None
+            leaves them as they are.
 
     Raises:
         ValueError: the weights cannot be loaded, are incomplete, or are not finite.
@@ -365,7 +365,7 @@ def load_model(
 
 
 def inner_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return a model's linear layers by name, without the LM head, an image encoder's and adapters."""
+    """Return a model's linear layers by name, except LM head, image encoder and adapters."""
     head, vision = model.get_output_embeddings(), {p for _, p in vision_parameters(model)}
     return {
         name: module
@@ -442,7 +442,7 @@ def on_meta(
     trust_remote_code: bool = False,
     **lora: Any,
 ) -> nn.Module:
-    """Return a config's causal LM without memory for its weights.
+    """Return a config's causal LM without allocating its weights.
 
     Args:
         config: of the model.
@@ -490,9 +490,9 @@ def add_lora(
     Args:
         model: the base model.
         r: rank.
-        alpha: scale of the adapters' output, divided by ``r``.
+        alpha: the adapters' output is scaled by ``alpha / r``.
         target_modules: names of the modules that get adapters.
-        path: folder of existing adapters in peft's format, which replace the other arguments.
+        path: folder of existing adapters in peft's format, whose settings replace the others.
 
     Raises:
         ValueError: the model has no such modules, ``check_adapters`` refuses one, or the existing
@@ -532,7 +532,7 @@ def add_lora(
 
 @torch.no_grad()
 def _load_adapters(model: nn.Module, folder: Path) -> None:
-    """Copy saved adapters into a peft model; on the meta device only compare names and shapes."""
+    """Copy saved adapters into a peft model; on the meta device, only compare names and shapes."""
     saved = {}
     with suppress(OSError, SafetensorError):
         saved = load_file(folder / "adapter_model.safetensors")

@@ -1,6 +1,6 @@
 """Recurrent layers of packed sequences: state-space models, linear attention and short convolutions.
 
-Such a layer carries states from each token of a row to the next. With a ``Layout`` it computes the
+Such a layer carries states from each token to the next. With a ``Layout`` it computes the
 sequences of the row side by side, padded on the right in this layer only. The states after a shared
 prefix are computed once, and what follows it starts from them. A layer whose code cannot start
 from states computes the prefix again for each sequence.

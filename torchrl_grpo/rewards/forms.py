@@ -1,7 +1,7 @@
 """Reward functions: their arguments, and the interpretation of the result.
 
 A function gets ``FACTS`` and the columns of its row by name, and only the columns as ``**kwargs``.
-One of a group, or with the parameters of another library's reward functions, is called in that
+Group reward functions, and functions with the parameters of another library, are called in their own
 form (``integrations/reward_forms.py``).
 """
 
@@ -29,9 +29,9 @@ class Form:
     Attributes:
         arguments: returns the arguments by name, and those for ``**kwargs``, from facts and columns.
         result: returns a number or parts by name, from the name of a reward and what it returned.
-        split: of a form that compares the responses to a problem, whose facts have those of each as
-            ``members``: returns what ``result`` takes for each of them, from the name of a reward,
-            what it returned, and their number.
+        split: only for group reward functions, whose facts have each response's facts as
+            ``members``. Takes the name of a reward, what it returned and the number of responses,
+            and returns one argument of ``result`` for each response.
     """
 
     arguments: Callable[[Arguments, Arguments], tuple[Arguments, Arguments]]

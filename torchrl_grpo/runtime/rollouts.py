@@ -60,7 +60,7 @@ class Rollouts:
         teachers: workers of each teacher, which is a ``Reference`` too and scores after the
             reference models.
         concurrent_tasks: number of tasks that a sampler plays at once.
-        waits: whether a sampler ends its tasks before it takes new weights.
+        waits: whether a sampler finishes its tasks before it takes new weights.
         references_first: whether samplers start after the reference models. Required if they share
             an accelerator, because an engine measures free memory when it starts.
         release: function called with each published version that no sampler will read anymore.

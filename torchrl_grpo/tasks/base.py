@@ -99,9 +99,9 @@ class Dialog:
         prefill: the beginning of the policy's turn that is part of the prompt, such as ``<think>``
             or an empty thought.
         call_format: how the chat template writes tool calls.
-        group: finished dialogs with the same problem, to compare instead of scoring this one. The
-            parts of the score are then those of each dialog as ``index/part``, with their weighted
-            sum as ``index`` (None if none applies).
+        group: finished dialogs of the same problem to compare, instead of scoring this dialog. The
+            score's parts are then named ``index/part``, for each dialog's index, with the weighted
+            sum as ``index`` (None if no part applies).
     """
 
     problem: Problem
@@ -128,7 +128,7 @@ class Dialog:
 
         Args:
             tools: their JSON schemas.
-            parser: finds the calls in ``speech``; None reads the chat template's own format.
+            parser: function that finds the calls in ``speech``; None parses the chat template's format.
         """
         if parser is not None:
             return list(parser(self.speech))
@@ -151,8 +151,8 @@ class Score:
         correct: whether the dialog counts as correct for accuracy and pass@k.
         parts: the parts of the reward by name; None for a part that does not apply.
         feedback: what the scorer says about the dialog, for a teacher's prompt.
-        turns: reward of each of the policy's turns, if the scorer credits them at the end; None
-            leaves a turn out of training. They take the place of ``Turn.reward``.
+        turns: reward of each of the policy's turns, if the scorer credits turns at the end; None
+            excludes a turn from training. Replaces ``Turn.reward``.
     """
 
     reward: float
@@ -281,10 +281,10 @@ class Task(ABC):
         at_a_time: number of dialogs that ``advance`` handles concurrently.
         multi_turn: whether the task may reply to a response.
         is_stateful: whether the task keeps state between the turns of a dialog.
-        reads_calls: whether tool calls are read in the format of the chat template. An environment
-            then refuses one whose calls it cannot read.
-        group_rewards: whether rewards compare the responses to a problem: not (empty), ``"also"``,
-            or ``"only"``, so that no response has a score of its own.
+        reads_calls: whether tool calls are parsed in the chat template's format. ``LLMEnv`` then
+            refuses a template whose calls it cannot parse.
+        group_rewards: whether rewards compare the responses to a problem: empty for no, ``"also"``,
+            or ``"only"`` if no response has a score of its own.
 
     Example:
         >>> class Doubling(Task):

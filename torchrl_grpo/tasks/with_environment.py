@@ -57,7 +57,7 @@ class Kind:
     Args:
         make: the class, or a function that makes an instance.
         tools: further functions that the policy may call.
-        parser: finds the calls in the policy's text; None reads the chat template's own format.
+        parser: function that finds the calls in a turn; None parses the chat template's format.
         field: config key of the class, for messages.
 
     Raises:
@@ -263,7 +263,7 @@ class WithEnvironment(WrappedTask):
     def advance(
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None
     ) -> list[Turn | Exception]:
-        if dialogs and dialogs[0].group:  # never with others, which have an episode
+        if dialogs and dialogs[0].group:  # only ever groups: their dialogs have no episode
             scorer = self.task if self.rewards is None else WithRewards(self.task, self.rewards)
             return scorer.advance(dialogs, timeout_s)
         end = None if timeout_s is None else time.monotonic() + timeout_s

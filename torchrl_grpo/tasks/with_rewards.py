@@ -55,7 +55,7 @@ class Rewards:
 
     Attributes:
         functions: functions that score one dialog.
-        group_functions: functions that compare the dialogs of a group.
+        group_functions: group reward functions.
         group_rewards: see ``Task``.
         weights: see ``torchrl_grpo.rewards.spec.reward_weights``.
         asynchronous: whether a function is ``async def``; ``score_all`` is then faster with many

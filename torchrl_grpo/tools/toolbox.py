@@ -44,8 +44,8 @@ Parser = Callable[[str], Sequence[ToolCall]]
 
 
 CallFormat = str | Mapping[str, Any]
-"""How a chat template writes calls: a response template of transformers, or a name of
-``integrations/call_formats.py``; "" if it writes none.
+"""Format in which a chat template writes calls: a response template of transformers, or a name in
+``integrations/call_formats.py``; "" if the template writes no calls.
 """
 
 
@@ -55,9 +55,9 @@ class ParsedTurn:
 
     Attributes:
         calls: its tool calls.
-        content: the text before the first call, or all text, with thoughts that are in tags.
-        speech: the turn with its special tokens and blanks in place of its thoughts.
-        thought: its thoughts before the first call.
+        content: the text before the first call, or the whole text, including thoughts in tags.
+        speech: the turn with special tokens, and with spaces in place of thoughts.
+        thought: the thoughts before the first call.
         spoken: ``content`` without thoughts.
     """
 
@@ -74,14 +74,15 @@ def parse_turn(
     call_format: CallFormat = "",
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> ParsedTurn:
-    """Parse a turn of the policy. A call in a thought is a draft, and a thought without an end
-    lasts to the end of the turn.
+    """Parse a turn of the policy. A call inside a thought is a draft and not returned. An unclosed
+    thought extends to the end of the turn.
 
     Args:
         text: the turn with its special tokens.
         prefill: the beginning of the turn that is part of the prompt.
-        call_format: by default the formats of Hermes, Llama 3, Mistral and others.
-        tools: JSON schemas, for formats whose arguments have no types.
+        call_format: format of the calls; by default all formats with distinctive markers, such as
+            those of Hermes, Llama 3 and Mistral.
+        tools: JSON schemas, for formats with untyped arguments.
 
     >>> parse_turn("2</think>4", "<think>").speech
     '         4'
@@ -122,7 +123,7 @@ class Toolbox:
     Args:
         functions: plain or ``async`` functions; ``transformers.utils.get_json_schema`` derives the
             schema from the signature and the docstring (with ``Args:``).
-        parser: finds the calls in the policy's text; None reads the chat template's own format.
+        parser: function that finds the calls in a turn; None parses the chat template's format.
 
     Attributes:
         schemas: JSON schemas, for the chat template.
@@ -156,7 +157,7 @@ class Toolbox:
         self.parser = parser
 
     def calls(self, dialog: WithCalls) -> list[ToolCall]:
-        """Return the calls in the policy's latest turn, with one error for all beyond the limit."""
+        """Return the calls in the policy's latest turn, with one error for all calls beyond the limit."""
         calls = dialog.calls(self.schemas, self.parser)
         if len(calls) > _MAX_CALLS:
             error = f"a turn may have {_MAX_CALLS} calls, so the others were not run"

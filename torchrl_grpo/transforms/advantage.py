@@ -92,7 +92,7 @@ class GroupAdvantage(BatchTransform):
     compared turn by turn: the first turns with each other, then the second ones, as long as all
     valid members of the group have that turn. Later turns are compared together with the last one
     that all have. Each sample of a trajectory (``"trajectory"`` in ``torchrl_grpo.keys``) is
-    compared like a member of its own.
+    compared as a separate member.
 
     With ``part_weights`` the parts of the reward are normalized one by one, then summed by weight,
     and the sums normalized over the batch: GDPO (arXiv 2601.05242), see ``decoupled_advantage``.

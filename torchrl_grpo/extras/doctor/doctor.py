@@ -56,7 +56,7 @@ _EVALUATION_S = 15.0
 _TINY_LR = 1e-30
 """Learning rate that changes no weight."""
 _SAFE_KL = 2e-3
-"""Nats per token from which docs/corrections.md advises a correction."""
+"""Nats per token above which docs/corrections.md recommends a correction."""
 _PACKAGES = ("torch", "torchrl", "tensordict", "transformers")
 
 

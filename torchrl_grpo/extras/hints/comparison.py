@@ -1,4 +1,4 @@
-"""Settings that exclude rewards that compare the responses to a problem."""
+"""Checks of settings that do not work with group reward functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_comparison(config: Any, group_rewards: str) -> None:
         group_rewards: see ``torchrl_grpo.tasks.Task``.
 
     Raises:
-        ValueError: there is one.
+        ValueError: the config has such a setting.
     """
     if not group_rewards:
         return
@@ -41,7 +41,7 @@ def check_comparison(config: Any, group_rewards: str) -> None:
         if value := attrgetter(key)(config):
             unset = "0" if key == "evaluation.num_prompts" else "null"
             raise ValueError(
-                f"{key}={value} asks whether a single response is correct, but all of env.reward "
-                f"compare responses: use {key}={unset}, or add a function of one response, such "
-                "as {fn: gsm8k, weight: 0}."
+                f"{key}={value} needs to know whether a single response is correct, but all functions "
+                f"of env.reward compare responses: use {key}={unset}, or add a function that scores "
+                "one response, such as {fn: gsm8k, weight: 0}."
             )

@@ -412,8 +412,8 @@ def _part_pays(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
         yield (
             f"part_pays/{rising[0]}",
             f"the reward component {rising[0]!r} rose since the first steps while "
-            f"{' and '.join(map(repr, falling))} fell, and no more problems are solved: read "
-            "responses that it likes best; give it less weight, a bound, or a reward only for "
+            f"{' and '.join(map(repr, falling))} fell, and no more problems are solved: read the "
+            "responses with its highest values; reduce its weight, cap it, or give it only for "
             "correct responses",
         )
 

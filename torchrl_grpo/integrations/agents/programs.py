@@ -80,8 +80,8 @@ def load_program(spec: str) -> Program:
 
 class Function(Program):
     """``async def play(client, problem)``, called with an ``openai.AsyncOpenAI`` in its own thread
-    and event loop. ``client.reward(value, answer=None)`` sets the reward of an answer, by default of
-    the latest one.
+    and event loop. ``client.reward(value, answer=None)`` sets the reward of an answer, by default the
+    latest one.
 
     Args:
         play: the function; returns the reward or None.

@@ -120,11 +120,11 @@ class Request:
 
     @property
     def num_instructions(self) -> int:
-        """Number of messages before the input, which no later request inherits."""
+        """Number of messages before the input, which later requests do not inherit."""
         return int(bool(self.fields.get("instructions")))
 
     def after(self, history: Sequence[Message]) -> Request:
-        """Return the request with the chat that precedes its input.
+        """Return the request with an earlier chat before its input.
 
         Raises:
             BadRequest: the whole chat is too large.
@@ -474,14 +474,14 @@ class Answer:
 
     Attributes:
         request: the request that it answers.
-        text: text without the stop string or token that ended it and, for an API that has them
-            apart, without the thought.
+        text: text without the stop string or token that ended it and, for APIs that return thoughts
+            separately, without the thought.
         calls: tool calls, with arguments as the policy wrote them.
         finish_reason: finish reason in OpenAI's terms.
         dialog: the dialog with the turn's tokens and, if requested, their log-probs.
         number: index of the answer in its episode.
         stop: the request's stop string that ended the turn, if any.
-        thought: the thought with which the turn began, for an API that has it apart.
+        thought: the thought at the beginning of the turn, for APIs that return it separately.
     """
 
     request: Request
@@ -591,7 +591,7 @@ class Answer:
 
     @property
     def log_probs(self) -> dict[str, Any] | None:
-        """Log-probs of the turn's tokens; None if the request has not asked for them."""
+        """Log-probs of the turn's tokens; None if the request did not ask for them."""
         if not self.request.limits.log_probs:
             return None
         pieces = self.dialog.log_probs

@@ -45,7 +45,7 @@ from torchrl_grpo.tools.toolbox import Parser
 
 _AT_A_TIME = 64
 _IDS = ("chatcmpl-", "cmpl-", "resp_", "msg_")
-"""Beginnings of the ids of answers."""
+"""Prefixes of the ids of answers."""
 _PART = "agent"
 """Name of the reward part that the agent itself returned."""
 _DEFAULT_TIMEOUT_S = 3600.0
@@ -56,10 +56,10 @@ _MIN_SCORING_S = 1.0
 
 @dataclass
 class TokenCounter:
-    """Counts the tokens of prompts. The tokenizer is loaded for the first one.
+    """Counts the tokens of prompts. Loads the tokenizer on first use.
 
     Attributes:
-        tokenizer: arguments of ``load_tokenizer``; None refuses to count.
+        tokenizer: arguments of ``load_tokenizer``; None refuses all requests.
         template_arguments: arguments of the chat template.
     """
 
@@ -77,12 +77,12 @@ class TokenCounter:
         """Return the number of tokens of the prompt with a request's whole chat.
 
         Raises:
-            BadRequest: it cannot be counted.
+            BadRequest: the tokens cannot be counted.
         """
         if self.tokenizer is None or images_in(request.messages):
             raise BadRequest(
-                "messages must be texts, and the task must know the tokenizer, to be counted: send "
-                "the request itself, whose usage has the number.",
+                "messages must be text only, and the task needs a tokenizer, to count tokens: send the "
+                "request itself, whose usage has the count.",
                 "messages",
             )
         chat, tools = request.messages, list(request.tools) or None
@@ -101,11 +101,11 @@ class _Received:
 
     Attributes:
         request: the request that it answers.
-        chat: the chat of its sample's tokens, including the answer.
+        chat: the chat whose tokens its sample has, including the answer.
         sample: number of its sample.
-        ancestors: numbers of the turns whose answers its request has, and its own.
-        context: number that it shares with the turns that follow the same first request.
-        is_abandoned: whether the agent went back from it.
+        ancestors: numbers of the turns whose answers its request includes, and its own number.
+        context: number shared by all turns that follow the same first request.
+        is_abandoned: whether the agent later went back to an earlier point.
     """
 
     request: Request
@@ -170,9 +170,9 @@ class _Episode:
             )
         if request.tools and not self._opening.takes_tools:
             raise BadRequest(
-                "tools must be left out, because the model's chat template does not write them, or "
+                "tools must be left out, because the model's chat template does not render them, or "
                 "writes calls in an unknown format: describe them in the prompt, set "
-                "env.tool_parser, or use a model or a model.chat_template that writes tools.",
+                "env.tool_parser, or use a model or a model.chat_template that supports tools.",
                 "tools",
             )
         pending = PendingRequest(request)
@@ -226,7 +226,7 @@ class _Episode:
         return Turn(messages, None, tools=request.tools, sample=self._sample, limits=request.limits)
 
     def _with_history(self, request: Request) -> Request:
-        """Return a request with the chat that its ``previous_response_id`` names, if it has one."""
+        """Return a request with the chat of its ``previous_response_id`` before it, if it has one."""
         previous = request.fields.get("previous_response_id")
         if request.path != RESPONSES or previous is None:
             return request
@@ -275,7 +275,7 @@ class _Episode:
         return True
 
     def _receive(self, number: int, request: Request, chat: Sequence[Message]) -> None:
-        """Add a turn, and note from which earlier ones the agent went back for it."""
+        """Add a turn, and record which earlier turns it abandons."""
         earlier = self.received
         ancestors = {n for n, turn in earlier.items() if turn.chat[-1] in request.messages}
         ancestors |= {number, *self._beginning}
@@ -294,8 +294,8 @@ class _Episode:
         """Set the reward of an answer; called in any thread.
 
         Args:
-            value: a number, or its text.
-            answer: the answer, or its id; by default the latest one.
+            value: a number, or a number as text.
+            answer: the answer or its id; by default the latest answer.
 
         Raises:
             BadRequest: the reward is not a finite number, or there is no such answer.
@@ -306,8 +306,8 @@ class _Episode:
             number = math.nan
         if not math.isfinite(number):
             raise BadRequest(
-                f"the reward of an answer must be a finite number, but it is {value!s:.60}: send "
-                "one, such as X-Reward: 0.5.",
+                f"the reward of an answer must be a finite number, but it is {value!s:.60}: for "
+                "example, send X-Reward: 0.5.",
                 "X-Reward",
             )
         name = getattr(answer, "id", answer)
@@ -319,8 +319,8 @@ class _Episode:
         ]
         if not received:
             raise BadRequest(
-                f"a reward must be for an answer of its episode, but there is no {name or 'answer'}: "
-                "send the id of an answer as X-Reward-Id, or leave it out for the latest one.",
+                f"X-Reward-Id must name an answer of the same episode, but there is no "
+                f"{name or 'answer'}: send the id of an answer, or leave it out for the latest one.",
                 "X-Reward-Id",
             )
         self.rewards[received[-1]] = number
@@ -343,7 +343,7 @@ class _Episode:
             return score
         own = {number: self.rewards.get(number, 0.0) for number in kept}
         credits = dict(own)
-        for end in ends.values():  # what followed it
+        for end in ends.values():  # what followed the sample
             credits[end] += score.reward + sum(
                 own[later]
                 for later, turn in kept.items()
@@ -385,7 +385,8 @@ class _Episode:
 
 
 def _new_messages(chat: list[Message], turn: _Received, request: Request) -> list[Message] | None:
-    """Return a chat's messages after a turn; None if it does not begin with the turn's chat."""
+    """Return the messages of a chat that follow a turn; None if the chat does not begin with the
+    turn's chat."""
     before = turn.request
     if before.path != request.path or list(before.tools) != list(request.tools):
         return None
@@ -409,7 +410,7 @@ class WithAgent(WrappedTask):
         parser: finds tool calls in the policy's text.
         max_pixels: maximum number of pixels of an image.
         counter: counts the tokens of prompts.
-        drops_abandoned: whether turns from which the agent went back are left out of training.
+        drops_abandoned: whether abandoned turns are excluded from training.
     """
 
     def __init__(
@@ -446,7 +447,7 @@ class WithAgent(WrappedTask):
     def advance(
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None
     ) -> list[Turn | Exception]:
-        if dialogs and dialogs[0].group:  # never with others, which have an episode
+        if dialogs and dialogs[0].group:  # only ever groups: their dialogs have no episode
             return self.task.advance(dialogs, timeout_s)
         deadline = time.monotonic() + (_DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
         # All of them, before waiting for any.

@@ -46,7 +46,7 @@ ELSEWHERE = {
     "vllm": "tests/vllm/test_server.py starts the module that it runs",
 }
 """Commands that are not ours, by their first word, and what is known of them."""
-HOSTS = {"arxiv.org", "download.pytorch.org", "github.com"}
+HOSTS = {"arxiv.org", "download.pytorch.org", "github.com", "ui.perfetto.dev"}
 OF_OTHERS = {"localhost", "FIRST_MACHINE"}
 NOT_KEYS = {"train.jsonl"}
 """A file."""

@@ -241,7 +241,9 @@ def send(engine: Engine, model: nn.Module, version: int) -> None:
     """Send adapters, or whole weights if not all adapters are of linear layers, as a run does."""
     layers = adapted_layers(model).values()
     if all(isinstance(layer.get_base_layer(), nn.Linear) for layer in layers):
-        engine.load(AdapterSender(None).send(Trained(model), version), version)
+        handle = AdapterSender(None).send(Trained(model), version)
+        assert handle is not None
+        engine.load(handle, version)
     else:
         engine.update_weights(named_weights(model), version)
 

@@ -781,7 +781,8 @@ class SlowStep:
     def __init__(self) -> None:
         self.version = self.optim_steps = 0
         self.model = torch.nn.Linear(1, 1)
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.parameters)
         self.loss, self.device = SimpleNamespace(actor_network=None), torch.device("cpu")
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

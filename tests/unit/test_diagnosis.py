@@ -279,6 +279,7 @@ def test_knobs_that_are_on_or_cannot_be_turned_are_not_named() -> None:
     assert set(savings(shape, tuned)) == {
         "train.micro_batch_tokens=500",
         "train_model.num_devices=2",
+        "train_model.quantization=nf4",
     }
     alone = replace(
         tuned, sequences=1, small_states=False, ranks=2

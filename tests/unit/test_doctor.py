@@ -205,7 +205,7 @@ def test_a_forecast_equals_the_sums_by_hand() -> None:
             "end": 2,
         }
     )
-    samples = 2 * 16 + 11 * 20  # at steps 50 and 100; and the evaluations
+    samples = 2 * 16 + 11 * 50  # at steps 50 and 100; and the evaluations
     assert figures.disk_bytes == 3 * 10**8 + 10**7 + 100 * 2300 + 450_000 + samples * 500
     assert figures.longest_s == pytest.approx(
         104.55 + (40 / 20 - 1) * 92

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +208,11 @@ def test_the_lock_ends_with_a_process_that_is_killed(
 
 def has_open(pid: int, name: str) -> bool:
     """Return whether a process has a file of this name open."""
-    return any(os.readlink(file).endswith(name) for file in Path(f"/proc/{pid}/fd").iterdir())
+    files = []
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            files.append(os.readlink(file))
+    return any(file.endswith(name) for file in files)
 
 
 CHILDREN = {

@@ -188,7 +188,7 @@ def test_the_tools_of_a_server_are_those_of_a_run(http: HTTPServer) -> None:
     assert turn.messages[0]["content"] == "21"
 
 
-def test_a_server_ends_with_its_reward_worker_and_with_it_all_that_it_started(
+def test_a_server_and_its_children_end_with_their_reward_worker(
     stdio: list[Any],
 ) -> None:
     task = WithTools(ArithmeticTask(), Toolbox(stdio))

@@ -102,7 +102,7 @@ def test_value_and_gradient_equal_the_dequantized_models(
     assert (results[0][0] - results[0][1]).abs().max() > 0.1  # the adapters count
 
 
-def test_linear_layers_but_the_head_are_packed_and_rounded_by_a_few_percent(llama: str) -> None:
+def test_linear_layers_but_the_head_are_packed_and_close(llama: str) -> None:
     model = load(llama, torch.float32)
     packed = {name for name, weight in model.named_parameters() if weight.dtype == torch.uint8}
     assert packed == {f"{name}.weight" for name in loading.inner_linears(model)} and packed
@@ -123,7 +123,7 @@ CHECKED = ("policy.kl_coef=0.1",)
 
 
 @pytest.mark.slow
-def test_the_engine_samples_with_the_weights_that_the_trainer_computes_with(
+def test_the_engine_samples_with_the_trainers_weights(
     whole_run: Path,
 ) -> None:
     rows = read_jsonl(whole_run / "metrics.jsonl")

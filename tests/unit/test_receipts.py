@@ -146,7 +146,7 @@ def test_an_engine_that_keeps_a_tensor_is_noticed(monkeypatch: pytest.MonkeyPatc
         engine.load(DirectHandle(lambda: named_weights(model)), 2)
 
 
-def test_trained_weights_that_are_not_sent_are_an_error_and_untrained_ones_are_not() -> None:
+def test_trained_weights_that_are_not_sent_are_an_error() -> None:
     """The adapters are missing in what is sent."""
     trainer = make_trainer()
     sent = make_tiny_model(0)

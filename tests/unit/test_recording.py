@@ -151,7 +151,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     run(
         folder, steps(3), "logging.sample_frequency=1", "logging.sample_rows=all", "train.optim_batch_size=8",
-        "train.micro_batch_tokens=120", "policy.kl_coef=0.05", "evaluation.num_prompts=3", "train.epochs=2",
+        "train.micro_batch_tokens=80", "policy.kl_coef=0.05", "evaluation.num_prompts=3", "train.epochs=2",
     )  # fmt: skip
     return folder
 
@@ -187,9 +187,7 @@ def test_the_trainers_numbers_are_those_of_its_first_pass(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_without_a_second_pass_entropies_average_to_the_metric(tmp_path: Path) -> None:
-    [_, metrics] = run(
-        tmp_path, steps(1), "logging.sample_rows=all", "train.micro_batch_tokens=120"
-    )
+    [_, metrics] = run(tmp_path, steps(1), "logging.sample_rows=all", "train.micro_batch_tokens=80")
     rows = read_jsonl(tmp_path / "samples.jsonl")
     assert fmean(numbers(rows, "entropy")) == pytest.approx(metrics["train/entropy"], abs=1e-4)
     assert [len(row["tokens"]["text"]) for row in rows] == [row["length"] for row in rows]

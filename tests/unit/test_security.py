@@ -514,7 +514,7 @@ def test_a_checkpoint_may_name_the_public_classes_and_rewards() -> None:
         if issubclass(getattr(objectives, name), objectives.GRPOLoss)
     }
     assert {f"torchrl_grpo.objectives.{name}" for name in losses} == set(LOSSES)
-    assert BUILTINS.keys() - {"code", "judge"} == OWN_REWARDS
+    assert BUILTINS.keys() - {"code", "judge", "judge_ranking", "rubric"} == OWN_REWARDS
     assert get_class(ADVANTAGES[0]) is transforms.GroupAdvantage and len(ADVANTAGES) == 1
 
 
@@ -566,6 +566,7 @@ def test_an_export_runs_no_code_of_the_base_model_by_itself(
 
 
 TEXT = {
+    "train_model.compile",  # true, false or auto, by a rule
     "model.name", "model.revision", "teacher.model", "env.dataset", "env.dataset_path", "env.dataset_config",
     "env.revision", "env.train_split", "env.test_split", "env.columns.prompt", "env.columns.answer",
     "env.columns.images", "env.columns.completion", "env.columns.messages",

@@ -758,7 +758,7 @@ def test_requests_end_with_the_adapters_that_they_began_with(
         assert len(stub.adapters or ()) == len(list(tmp_path.glob("served*/*"))) == 1
 
 
-def test_a_server_that_says_it_has_loaded_adapters_and_has_not_is_an_error(
+def test_a_server_that_only_claims_to_have_adapters_is_an_error(
     adapted: ServerEngine, stub: SGLangStub
 ) -> None:
     stub.idle = True

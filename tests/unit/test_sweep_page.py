@@ -159,7 +159,7 @@ def test_a_folder_without_jobs_is_refused(
     assert f"error: {tmp_path} must be the folder of a multirun" in capsys.readouterr().err
 
 
-def test_runs_are_compared_with_the_best_one_and_corrected_for_their_number(sweep: Path) -> None:
+def test_runs_are_compared_with_the_best_one_and_corrected(sweep: Path) -> None:
     """Job 1 solves all of 20 problems, the others all but 6: p = 2/64, for two tests 4/64."""
     for job, solved in ((1, 20), (0, 14), (2, 14)):
         rows = [

@@ -264,7 +264,7 @@ def test_evaluations_leave_the_draws_of_running_calls_alone(engine):
     """Restoring or seeding the generator would let running calls draw the same numbers again."""
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     envs = [
-        LLMEnv(ArithmeticTask(), tokenizer, num_envs=4, repeats=repeats, split="test")
+        LLMEnv(ArithmeticTask(), tokenizer, num_envs=4 * repeats, repeats=repeats, split="test")
         for repeats in (1, 2)
     ]
     sampler = Sampler(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchrl_grpo.compat.vllm import adapter_manager
 from torchrl_grpo.weights.named import NamedTensors, TensorStream
 
 
@@ -36,7 +37,7 @@ def attach(
     """
     weights = import_module("vllm.lora.lora_weights").LoRALayerWeights
     parsed = import_module("vllm.lora.utils").parse_fine_tuned_lora_name
-    manager = worker.model_runner.lora_manager._adapter_manager
+    manager = adapter_manager(worker)
     dtype, slots = manager.lora_config.lora_dtype, {*manager.modules}
     slots.update(*manager.packed_modules.values())
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
@@ -63,6 +64,6 @@ def attach(
 def slot_tensors(worker: Any) -> TensorStream:
     """Yield the tensors that hold all slots of each module, named after vLLM's module."""
     if worker.vllm_config.lora_config is not None:
-        for name, module in worker.model_runner.lora_manager._adapter_manager.modules.items():
+        for name, module in adapter_manager(worker).modules.items():
             stacks = enumerate((*module.lora_a_stacked, *module.lora_b_stacked))
             yield from ((f"{name}.slots.{part}", stack) for part, stack in stacks)

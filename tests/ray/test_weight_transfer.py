@@ -17,7 +17,7 @@ from tests.support.tasks import plays_nothing
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors import Sampler
 from torchrl_grpo.config import ConfigError
-from torchrl_grpo.generation import SamplingParams, TransformersEngine
+from torchrl_grpo.generation import TransformersEngine
 from torchrl_grpo.learner import Learner
 from torchrl_grpo.models.sharding import shard_model
 from torchrl_grpo.runtime.actors import Actor
@@ -67,8 +67,6 @@ def make_sampler() -> Sampler:
         TransformersEngine(make_tiny_model(1)),
         plays_nothing,
         None,
-        SamplingParams(1),
-        [],
         groups_at_a_time=1,
     )
 

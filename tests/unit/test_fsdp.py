@@ -669,7 +669,8 @@ def test_all_ranks_have_the_same_metrics_and_weights_bit_for_bit(
     assert set(ON_ALL_WORLD_SIZES) < set(names)
     for rank in ranks[1:]:
         for name in names:
-            assert rank[name]["metrics"] == ranks[0][name]["metrics"]
+            # As text, because a noise scale may be NaN.
+            assert str(rank[name]["metrics"]) == str(ranks[0][name]["metrics"])
             assert worst(rank[name]["weights"], ranks[0][name]["weights"]) == 0
 
 

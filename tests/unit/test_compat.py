@@ -42,6 +42,7 @@ NAMES = [
     "atexit:_run_exitfuncs",
     "torch:_dynamo.utils.disable_cache_limit",
     "torch:_C._accelerator_setAllocatorSettings",
+    "torch:_C._profiler._ExperimentalConfig",
     "torch:_foreach_mul",
     "torch:_foreach_norm",
     "torch:_foreach_sub",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters as counters
 from torch.distributed.tensor import DTensor
@@ -24,6 +25,8 @@ flash_attention_backward: Any = (
 dropout's probability, whether it is causal and ``scale``; returns the gradients of query, key and
 value."""
 
+ProfilerConfig: Any = _ExperimentalConfig
+"""Options of ``torch.profiler``, such as ``profile_all_threads``."""
 CompilerError: Any = TorchDynamoException
 """Base class of the errors of ``torch.compile`` itself."""
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile
 from torchrl import torchrl_logger
 
+from torchrl_grpo.compat.torch import ProfilerConfig
 from torchrl_grpo.host import clock
 from torchrl_grpo.host.files import TIMELINE_FILE, TRACE_FILE, read_jsonl
 from torchrl_grpo.loop import Observer
@@ -120,7 +120,7 @@ class Tracer(Observer):
 
 def _start(owner: Any) -> None:
     """Start a profiler of all threads and accelerators of this process."""
-    owner.profiler = profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
+    owner.profiler = profile(experimental_config=ProfilerConfig(profile_all_threads=True))
     owner.profiler.start()
 
 

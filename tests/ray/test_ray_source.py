@@ -781,7 +781,7 @@ class SlowStep:
     def __init__(self) -> None:
         self.version = self.optim_steps = 0
         self.model = torch.nn.Linear(1, 1)
-        self.parameters = list(self.model.parameters())
+        self.parameters, self.update_size = list(self.model.parameters()), 0.0
         self.optimizer = torch.optim.AdamW(self.parameters)
         self.loss, self.device = SimpleNamespace(actor_network=None), torch.device("cpu")
 

@@ -35,6 +35,7 @@ class Growing:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.version, self.optim_steps = model, 0, 0
+        self.parameters, self.update_size = list(model.parameters()), 0.0
 
     @torch.no_grad()
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

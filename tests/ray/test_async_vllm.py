@@ -36,7 +36,7 @@ def test_a_replica_of_two_processes_has_the_trainers_weights(
     assert running.process.returncode == 0, running.printed()
     rows = rows_of(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert min(row["sync/receipt_s"] for row in rows) > 0  # both have the same weights
+    assert rows[-1]["sync/receipt_s"] > 0  # both have the same weights
     assert running.left() == []
 
 
@@ -77,7 +77,7 @@ def test_a_killed_vllm_sampler_comes_back_and_loses_no_group(
     rows = rows_of(tmp_path)
     assert sorted(trained) == list(range(4 * steps))
     assert rows[-1]["workers/restarts_rollout"] == 2
-    assert min(row["sync/receipt_s"] for row in rows) > 0
+    assert rows[-1]["sync/receipt_s"] > 0
     assert max(row["staleness/max"] for row in rows[1:]) <= 1
     assert rows[-1]["rollout/sequences"] == 16
     _, left = psutil.wait_procs(family, timeout=120)

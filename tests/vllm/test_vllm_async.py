@@ -212,6 +212,7 @@ def test_an_engine_that_cannot_load_weights_is_lost_and_says_why():
     with AsyncVLLMEngine(
         str(starter_path()), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.25
     ) as engine:
+        engine.update_weights(named_weights(make_model(0)), 1)
         for action in (
             lambda: engine.load(handle, 5),
             lambda: engine.generate([PROMPTS[0]], 1, SHORT),
@@ -220,7 +221,7 @@ def test_an_engine_that_cannot_load_weights_is_lost_and_says_why():
                 EngineDeadError, match=r"make a new engine"
             ):  # or its process ended first
                 action()
-        assert engine.policy_version == 0
+        assert engine.policy_version == 1
 
 
 def test_an_update_that_waits_too_long_says_for_what_and_changes_nothing(engine, pool):

@@ -7,7 +7,6 @@ gradients either.
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -27,8 +26,6 @@ def check_bitsandbytes() -> None:
             "train_model.quantization=nf4 needs the package bitsandbytes: pip install "
             "'torchrl_grpo[qlora]', or leave it out."
         )
-    # On some CPUs its import looks for a kernel on the hub that nothing here needs.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 class QuantizedLinear(nn.Linear):

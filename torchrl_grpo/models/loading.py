@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -37,6 +38,9 @@ from torchrl_grpo.images.families import FAMILIES, family_of, vision_parameters
 from torchrl_grpo.models.memory import Shape, shape_of_config, vision_shape
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.weights.named import named_adapter_weights
+
+# On some CPUs bitsandbytes, which peft imports, looks for a kernel on the hub that no model here needs.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 STARTER = "starter"
 """Name of the model shipped with the package."""

@@ -174,6 +174,7 @@ INPUTS: list[dict[str, Any]] = [
     {"env.difficulty_filter": [0.9, 0.1]},
     {"train_model.compile": "yes"},
     {"train.optim_batch_size": 48, "train.dialog_turns_per_batch": 64},
+    {"logging.profile_steps": [0]},
     {"logging.sample_rows": 0},
     {"evaluation.k": 1},
     {"policy.entropy_target": 0.5, "policy.entropy_coef": 2.0},

@@ -155,7 +155,7 @@ async def ask(
     if is_new := key not in answers:
         request = _ask(_client(url, concurrency, api_key_env), body, retries, timeout_s)
         answers[key] = asyncio.ensure_future(request)
-        if len(answers) > _MAX_ANSWERS:
+        while len(answers) > _MAX_ANSWERS:
             del answers[next(iter(answers))]
     try:
         reply, tokens = await asyncio.shield(answers[key])

@@ -21,6 +21,7 @@ from tests.support.pictures import (
     broken_pictures,
     claiming,
     draw,
+    noise,
     picture,
     task_of,
 )
@@ -201,11 +202,11 @@ def test_a_broken_image_ends_no_run(kit: Kit, name: str) -> None:
 
 
 def test_a_turn_with_too_large_images_is_refused() -> None:
-    noise = Image.effect_noise((2100, 2100), 100)
+    large = noise(2100, 2100)
 
     class Large(Screen):
         def reset(self, seed: int) -> Image.Image:
-            return noise
+            return large
 
     task = WithEnvironment(SeedsTask(4), {"": Kind(Large)})
     problem = task.problems("train")[0]

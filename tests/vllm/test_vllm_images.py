@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tests.support.configs import compose_config
-from tests.support.pictures import broken_pictures, encoded, picture, task_of
+from tests.support.pictures import broken_pictures, encoded, noise, picture, task_of
 from tests.support.vision import make_idefics3, retie
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.run import build
@@ -113,9 +113,9 @@ def test_log_probs_are_the_trainers_before_and_after_a_sync(
 def test_files_are_opened_as_vllm_opens_them() -> None:
     from vllm.multimodal.media.image import ImageMediaIO
 
-    colors = Image.effect_noise((9, 7), 100).convert("RGB")
+    colors = noise(9, 7).convert("RGB")
     clear = colors.copy()
-    clear.putalpha(Image.effect_noise((9, 7), 100))
+    clear.putalpha(noise(9, 7).transpose(Image.Transpose.ROTATE_180))
     palette = colors.quantize(8)
     exif = Image.Exif()
     exif[0x0112] = 6

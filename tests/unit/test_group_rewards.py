@@ -14,6 +14,7 @@ from tests.support.comparisons import Counting, longer, longer_later, own, play_
 from tests.support.configs import compose_config
 from tests.support.envs import END, ScriptedEngine
 from tests.support.runs import run
+from torchrl_grpo import keys
 from torchrl_grpo.assembly.tasks import read_task
 from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.collectors.summary import sample_rows
@@ -201,6 +202,24 @@ def test_final_responses_of_agents_are_compared(pool: bool) -> None:
     task = WithAgent(with_rewards({"fn": longer_later, "name": "rank"}), Function(play_twice))
     batch = play(task, ["1", ["2", "333"], ["3", "22"]], turns=3, pool=pool)
     assert [reward for reward, *_ in outcomes(batch)] == [0.0, 2.0, 1.0]
+
+
+@pytest.mark.slow
+def test_turns_of_agents_are_credited_with_what_comparing_adds() -> None:
+    pytest.importorskip("openai")
+
+    async def play_and_reward(client: Any, problem: Any) -> None:
+        chat = [{"role": "user", "content": "p"}]
+        for _ in range(2):  # two samples
+            await client.chat.completions.create(model="policy", messages=chat)
+            client.reward(0.25)
+
+    task = WithAgent(with_rewards({"fn": longer, "name": "rank"}), Function(play_and_reward))
+    batch = play(task, [["1", "1"], ["2", "333"], ["3", "22"]], turns=3)
+    assert [reward for reward, *_ in outcomes(batch)][::2] == [0.5, 2.5, 1.5]
+    credits = [float(row[keys.TURN_REWARDS].sum()) for row in batch.unbind(0)]
+    # Each sample's own reward and what followed, then the rank.
+    assert credits == [0.25, 0.25, 2.25, 2.25, 1.25, 1.25]
 
 
 @pytest.mark.parametrize(

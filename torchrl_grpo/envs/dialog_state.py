@@ -186,6 +186,15 @@ class DialogState:
                 self.turn_samples[turn] = LOST
         self.end(truncated=truncated)
 
+    def add_reward(self, reward: float) -> None:
+        """Add to the reward of a dialog that is over and, where turns have their own rewards, to that
+        of the last turn of each sample.
+        """
+        self.outcome.reward += reward
+        ends = {number: turn for turn, number in enumerate(self.turn_samples) if number != LOST}
+        for turn in ends.values() if self.outcome.credits_turns else ():
+            self.turn_rewards[turn] = (self.turn_rewards[turn] or 0.0) + reward
+
     def invalidate(self, error: str, *, truncated: bool) -> None:
         """End the dialog without a valid reward, for the reason in the one-line ``error``."""
         truncated |= self.outcome.truncated

@@ -512,11 +512,11 @@ class LLMEnv(EnvBase):
             elif turn.score is not None:
                 for name, value in turn.score.parts.items():
                     index, _, part = name.partition("/")
-                    outcome = rows[int(index)].outcome
+                    state = rows[int(index)]
                     if part:
-                        outcome.parts[part] = value
+                        state.outcome.parts[part] = value
                     else:
-                        outcome.reward += value or 0.0
+                        state.add_reward(value or 0.0)
         for row in valid:
             if row.outcome.valid and {*row.outcome.parts.values()} <= {None}:
                 self._invalidate(row, _NO_REWARD)

@@ -170,6 +170,16 @@ def test_trl_functions_see_the_group_if_asked_to() -> None:
     assert [reward for reward, *_ in outcomes(play(with_rewards(share), ["1", "2"]))] == [1.0, 1.0]
 
 
+def test_a_group_function_that_needs_the_environments_is_refused() -> None:
+    def ranked(completions: Any, environments: Any) -> list[float]:
+        return [0.0 for _ in environments]
+
+    problem = ArithmeticTask().problems("train")[0]
+    make_rewards({"fn": ranked, "name": "ranked"}).check(problem, has_environment=True)
+    with pytest.raises(ValueError, match="reward ranked needs environments"):
+        make_rewards({"fn": ranked, "name": "ranked", "per": "group"}).check(problem, has_environment=True)
+
+
 def test_a_parameter_or_per_makes_a_group_reward_function() -> None:
     def column(response: str, responses: Any = None) -> float:
         return float(responses is None)

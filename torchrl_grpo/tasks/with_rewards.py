@@ -92,8 +92,10 @@ class Rewards:
             ValueError: there is one.
         """
         has_answer, has_images = problem.answer is not None, bool(problem.images)
-        for function in (*self.functions, *self.group_functions):
+        for function in self.functions:
             function.check(problem.extra, has_answer, has_environment, has_images)
+        for function in self.group_functions:  # the environments are gone when these are called
+            function.check(problem.extra, has_answer, has_images=has_images)
 
     def __call__(self, dialog: Dialog) -> Score:
         """Return the score of a dialog.

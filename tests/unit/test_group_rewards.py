@@ -177,7 +177,9 @@ def test_a_group_function_that_needs_the_environments_is_refused() -> None:
     problem = ArithmeticTask().problems("train")[0]
     make_rewards({"fn": ranked, "name": "ranked"}).check(problem, has_environment=True)
     with pytest.raises(ValueError, match="reward ranked needs environments"):
-        make_rewards({"fn": ranked, "name": "ranked", "per": "group"}).check(problem, has_environment=True)
+        make_rewards({"fn": ranked, "name": "ranked", "per": "group"}).check(
+            problem, has_environment=True
+        )
 
 
 def test_a_parameter_or_per_makes_a_group_reward_function() -> None:

@@ -409,7 +409,7 @@ def check_optimizer(name: str) -> None:
         )
 
 
-_OF_ADAPTERS = (
+OF_ADAPTERS = (
     "r",
     "lora_alpha",
     "target_modules",
@@ -432,7 +432,7 @@ def adapter_settings(folder: str) -> dict[str, Any]:
     """
     try:
         saved = json.loads((Path(folder) / "adapter_config.json").read_bytes())
-        settings = {name: saved[name] for name in _OF_ADAPTERS if saved.get(name) is not None}
+        settings = {name: saved[name] for name in OF_ADAPTERS if saved.get(name) is not None}
         if saved["peft_type"] != "LORA" or not isinstance(settings["r"], int):
             raise ValueError(f"peft_type={saved['peft_type']}, r={settings['r']}")
         if saved.get("init_lora_weights") not in (None, True, False, "gaussian"):

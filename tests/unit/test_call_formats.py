@@ -22,12 +22,11 @@ from torchrl_grpo.chat.template import TurnTemplate
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.extras.view.strip import strip_of
 from torchrl_grpo.integrations.agents.protocol import CHAT, Answer, parse_request
-from torchrl_grpo.integrations.call_formats import FORMATS, recognize
+from torchrl_grpo.integrations.call_formats import FORMATS, parse_turn, recognize
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Dialog, Problem
 from torchrl_grpo.tasks.conversations import WithTools
 from torchrl_grpo.tools import Toolbox, ToolCall, tool_message
-from torchrl_grpo.tools.toolbox import parse_turn
 
 ARGUMENTS: dict[str, Any] = {
     "text": "a \"b\" 'c'\n\\ <x> } ] é你 <think>",

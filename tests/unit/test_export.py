@@ -10,23 +10,29 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchrl_grpo.extras.export.export
 import torchrl_grpo.learner.export
+from tests.support.configs import composed
 from tests.support.hub import TOKEN, Hub, serving_hub
-from tests.support.runs import LORA, at, run, steps
+from tests.support.runs import LORA, SMALL, at, differences, run, state_of, steps
+from torchrl_grpo.assembly.run import build
+from torchrl_grpo.config import from_hydra
 from torchrl_grpo.errors import DiskFullError
 from torchrl_grpo.extras.export.card import model_card
 from torchrl_grpo.extras.export.command import main
+from torchrl_grpo.host.checkpoint_files import saved_config
 from torchrl_grpo.learner.export import export_model
 from torchrl_grpo.starter import starter_path
 
@@ -117,6 +123,26 @@ def test_adapters_are_merged_or_written_alone(lora_run: Path, tmp_path: Path) ->
     base = AutoModelForCausalLM.from_pretrained(starter_path())
     merged = PeftModel.from_pretrained(base, str(tmp_path / "adapters")).merge_and_unload()
     assert_same(merged.state_dict(), expected, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_resume_and_export_do_not_need_the_adapters_folder(tmp_path: Path) -> None:
+    """A run began with the adapters of a folder, which is gone."""
+    settings = {"r": 3, "rank_pattern": {"q_proj": 2}, "target_modules": ["q_proj", "v_proj"]}
+    base = AutoModelForCausalLM.from_pretrained(starter_path())
+    get_peft_model(base, LoraConfig(**settings)).save_pretrained(tmp_path / "adapters")
+    options = (*LORA, f"train_model.lora.path={tmp_path / 'adapters'}", steps(2))
+    run(tmp_path / "run", *options, "train.checkpoint_frequency=1")
+    shutil.rmtree(tmp_path / "adapters")
+    overrides = (*SMALL, *options, f"train.resume={at(tmp_path / 'run', 1)}")
+    saved = partial(saved_config, directory=tmp_path)
+    config = from_hydra(composed("grpo_arithmetic", overrides), overrides, saved)
+    with closing(build(config, tmp_path / "resumed")) as resumed:
+        resumed.fit()
+    states = [state_of(at(tmp_path / name, 2)) for name in ("run", "resumed")]
+    assert differences(*states) == []
+    main([str(at(tmp_path / "resumed", 2)), "--output", str(tmp_path / "exported")])
+    assert_same(weights(tmp_path / "exported"), weights(tmp_path / "run" / "checkpoints" / "model"))
 
 
 @pytest.mark.slow

@@ -229,6 +229,7 @@ INPUTS: list[dict[str, Any]] = [
             ("train_model.lora.target_modules", ["a"]),
         )
     ),
+    {"train_model.lora.enabled": True, "train_model.lora.settings": {"r": 2}},
     EXACT | {"train_model.num_devices": 2},
     EXACT | {"train_model.devices": [0, 1]},
     EXACT | {"train_model.tensor_parallel_size": 2},

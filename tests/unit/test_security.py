@@ -304,6 +304,7 @@ def refusal(options: dict[str, Any], *overrides: str) -> str:
         ("model.trust_remote_code", True),
         ("model.attn_implementation", "somebody/kernel"),
         ("train_model.model_kwargs", {"use_kernels": True}),
+        ("train_model.lora.settings", {"target_modules": "(a|a)+!"}),
         ("inference_model.engine_kwargs", {"trust_remote_code": True}),
         ("policy.loss", {"_target_": "evil.Loss"}),
         ("policy.loss", {"_target_": "torchrl_grpo.objectives.grpo.torch.load", "f": "{folder}/evil.pt"}),
@@ -525,6 +526,8 @@ def test_a_checkpoint_may_name_the_public_classes_and_rewards() -> None:
         {"train_model.model_kwargs": {"trust_remote_code": True}},
         {"model.attn_implementation": "somebody/kernel"},
         {"model.chat_template": "/etc/hostname"},
+        {"train_model.lora.settings": {"r": 2, "rank_pattern": {"(a|a)+!": 1}}},
+        {"train_model.lora.settings": {"r": 99999}},
     ],
 )
 def test_an_export_uses_no_code_or_file_that_a_checkpoint_names(

@@ -124,6 +124,19 @@ def test_a_turn_names_the_tools_that_it_calls() -> None:
     ]
 
 
+def test_patterns_that_a_folder_brings_are_not_run(tmp_path: Path) -> None:
+    """A response template has regular expressions, which may take years."""
+    run = make_run(tmp_path / "run", steps=0)
+    fields = {"thinking": {"open_pattern": "(a|a)+!", "close": "b"}, "content": {}}
+    template = {"defaults": {"role": "assistant"}, "start_anchor": "x", "fields": fields}
+    (run / "environment.json").write_text(json.dumps({"call_format": template}))
+    append(run, "samples.jsonl", group(1, "?", ["a" * 21]))
+    start = time.process_time()
+    shown = view_of(run).response(1)
+    assert shown is not None and len(shown["tokens"]["turns"]) == 1
+    assert time.process_time() - start < 0.5
+
+
 def test_what_a_model_wrote_is_shown_as_text(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     append(run, "samples.jsonl", group(9, HOSTILE, [HOSTILE]))

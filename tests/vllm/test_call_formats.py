@@ -12,8 +12,7 @@ from tokenizers import AddedToken
 from tests.support.call_templates import TEMPLATES, rendered
 from tests.support.chats import make_chat_tokenizer
 from torchrl_grpo.chat.template import TurnTemplate
-from torchrl_grpo.integrations.call_formats import recognize
-from torchrl_grpo.tools.toolbox import parse_turn
+from torchrl_grpo.integrations.call_formats import parse_turn, recognize
 
 PARSERS = {
     "hermes": "hermes",

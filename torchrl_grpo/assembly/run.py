@@ -26,6 +26,7 @@ from torchrl_grpo.assembly.observers import Callback, Limits, Recorder, Saver, T
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.schedule import schedule_of, writes_of
 from torchrl_grpo.assembly.shares import check_devices, shares
+from torchrl_grpo.checks import adapter_settings
 from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
 from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host import stalls
@@ -122,7 +123,10 @@ class Run:
         if not config.only_evaluates:
             self.writes().check_room(self.directory)
             directory.mkdir(parents=True, exist_ok=True)
-        return Checkpointer(directory, plain(config), config.train.keep_checkpoints)
+        saved, lora = plain(config), config.train_model.lora
+        if "path" in lora.options:
+            saved["train_model"]["lora"]["settings"] = adapter_settings(lora.path)
+        return Checkpointer(directory, saved, config.train.keep_checkpoints)
 
     def _report(self) -> Path:
         """Return the path of the report or, if it cannot be written, of the metrics."""

@@ -62,12 +62,18 @@ class LoraConfig:
     """Folder of adapters for model.name, in peft's format, to continue training. It also sets their
     rank, alpha and modules. The reference model does not use them.
     """
+    settings: Any = None
+    """Only in checkpoints: peft's settings of the adapters that path named, which resuming and export
+    then do not need."""
 
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of ``loading.add_lora``; none without adapters."""
         if not self.enabled:
             return {}
+        if self.settings is not None:
+            known = {key: self.settings[key] for key in checks.OF_ADAPTERS if key in self.settings}
+            return {"r": known.get("r", 8), "settings": known}
         if self.path is not None:
             return {"r": checks.adapter_settings(self.path)["r"], "path": self.path}
         names = self.target_modules
@@ -148,6 +154,12 @@ RULES = (
         "must be false with {train_model.lora.enabled=}, which adapts only the language model",
         "use train_model.lora.enabled=false, or leave train_model.train_vision out",
         "train_model.lora.enabled",
+    ),
+    Rule(
+        "train_model.lora.settings",
+        "is what a checkpoint has of train_model.lora.path",
+        "leave it out",
+        lambda c: c.train_model.lora.settings is not None and c.train.resume is None,
     ),
     Rule(
         "train_model.quantization",

@@ -66,7 +66,12 @@ _FIXED_OPTIONS = (
     "optimizer.warmup_steps",
 )
 """Options, or groups of options, that a checkpoint's state depends on."""
-_MODEL_OPTIONS = ("model.attn_implementation", "model.chat_template", "train_model.model_kwargs")
+_MODEL_OPTIONS = (
+    "model.attn_implementation",
+    "model.chat_template",
+    "train_model.lora.settings",
+    "train_model.model_kwargs",
+)
 """Options of a model and its tokenizer that may name code or a file."""
 _REMOVED_KEYS = ("inference_model.check_sync", "inference_model.check_sync_tolerance")
 """Options of earlier versions, which checkpoints may have."""

@@ -103,6 +103,10 @@ FROM_COMMAND_LINE: dict[str, Callable[[Any], bool]] = {
     "model.attn_implementation": lambda name: name in ("sdpa", "eager", "flash_attention_2"),
     "model.chat_template": lambda template: template is None or "{" in template,
     "train_model.model_kwargs": not_,
+    # Names, and no expression or number that takes much time or memory.
+    "train_model.lora.settings": lambda settings: (
+        isinstance(settings, dict | None) and not re.search(r"[*+]|{\d|\d{5}", str(settings))
+    ),
     "inference_model.backend": ENGINES.__contains__,  # an installed package's is code
     "inference_model.address": not_,
     "inference_model.weights_folder": not_,

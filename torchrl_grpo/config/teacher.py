@@ -118,12 +118,13 @@ RULES = (
         lambda c: not c.teachers and c.needs_teacher != (c.teacher.model is not None),
     ),
     *(
-        Rule("teachers", f"must be left out with {{{key}=}}, {why}", "leave one out", key)
-        for key, why in (
-            ("teacher.model", "because each teacher has its own"),
-            ("teacher.address", "because each teacher has its own"),
-            ("teacher.dtype", "because each teacher has its own"),
+        Rule(
+            "teachers",
+            f"must be left out with {{{key}=}}, because each teacher has its own",
+            "leave one out",
+            key,
         )
+        for key in ("teacher.model", "teacher.address", "teacher.dtype")
     ),
     Rule(
         "teachers",

@@ -18,7 +18,7 @@ from os.path import commonprefix
 from typing import Any
 
 from torchrl_grpo.host.text import clip, printable
-from torchrl_grpo.tools.toolbox import CallFormat, ParsedTurn, ToolCall, fits
+from torchrl_grpo.tools.toolbox import CallFormat, ToolCall, fits
 
 Reader = Callable[[str, "re.Match[str]"], tuple[list[ToolCall], int]]
 """Function that takes a text and the match of a call's beginning, and returns the calls and the
@@ -334,20 +334,42 @@ ANY = ("hermes", "mistral", "llama", "nemotron", "granite", "deepseek", "kimi", 
 """Formats that are recognized if the chat template writes no calls: their markers differ."""
 
 
+@dataclass(frozen=True)
+class ParsedTurn:
+    """A turn of the policy.
+
+    Attributes:
+        calls: its tool calls.
+        content: the text before the first call, or the whole text, including thoughts in tags.
+        speech: the turn with special tokens, and with spaces in place of thoughts.
+        thought: the thoughts before the first call.
+        spoken: ``content`` without thoughts.
+    """
+
+    calls: Sequence[ToolCall]
+    content: str
+    speech: str
+    thought: str
+    spoken: str
+
+
 def parse_turn(
     text: str,
     prefill: str = "",
     call_format: CallFormat = "",
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> ParsedTurn:
-    """Return the calls and the text of the policy's turn. A call inside a thought is a
-    draft and not returned. An unclosed thought extends to the end of the turn.
+    """Parse a turn of the policy. A call inside a thought is a draft and not returned. An unclosed
+    thought extends to the end of the turn.
 
     Args:
         text: the turn with its special tokens.
         prefill: the beginning of the turn that is part of the prompt, see ``prefill_of``.
-        call_format: the run's format, see ``recognize``.
+        call_format: the run's format, see ``recognize``; by default all formats in ``ANY``.
         tools: JSON schemas, which determine the types of untyped arguments.
+
+    >>> parse_turn("2</think>4", "<think>").speech
+    '         4'
     """
     names = [call_format] if isinstance(call_format, str) and call_format in FORMATS else ANY
     turn = _parse(text, prefill, [FORMATS[name] for name in names], tools)

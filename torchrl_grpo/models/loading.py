@@ -487,6 +487,7 @@ def add_lora(
     alpha: int = 32,
     target_modules: str | list[str] = "all-linear",
     path: str | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Wrap a model with LoRA adapters (arXiv 2106.09685) through peft. Only the adapters are
     trained, without dropout. The image encoder of a vision-language model gets none.
@@ -497,6 +498,7 @@ def add_lora(
         alpha: the adapters' output is scaled by ``alpha / r``.
         target_modules: names of the modules that get adapters.
         path: folder of existing adapters in peft's format, whose settings replace the others.
+        settings: arguments of peft's ``LoraConfig`` that replace rank, alpha and modules.
 
     Raises:
         ValueError: the model has no such modules, ``check_adapters`` refuses one, or the existing
@@ -504,9 +506,9 @@ def add_lora(
     """
     from peft import LoraConfig, get_peft_model  # slow to import, and only LoRA runs need it
 
-    settings = {"r": r, "lora_alpha": alpha, "target_modules": target_modules}
     if path is not None:
         settings = adapter_settings(path)
+    settings = settings or {"r": r, "lora_alpha": alpha, "target_modules": target_modules}
     try:
         config = LoraConfig(
             **settings, exclude_modules=_vision_modules(model), task_type="CAUSAL_LM"

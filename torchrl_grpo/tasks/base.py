@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.interrupts import delivered
 from torchrl_grpo.host.progress import scoring
 from torchrl_grpo.images import ImageFile, place_images
 from torchrl_grpo.rewards.spec import PartWeights
-from torchrl_grpo.tools.toolbox import CallFormat, Parser, ToolCall, parse_turn
+from torchrl_grpo.tools.toolbox import CallFormat, Parser, ToolCall
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -132,14 +133,18 @@ class Dialog:
         """
         if parser is not None:
             return list(parser(self.speech))
-        return list(parse_turn(self.raw, self.prefill, self.call_format, tools).calls)
+        return list(self._parse(tools).calls)
 
     @property
     def speech(self) -> str:
         """The latest turn with its special tokens and blanks in place of its thoughts, to search
         for tool calls.
         """
-        return parse_turn(self.raw, self.prefill, self.call_format).speech
+        speech: str = self._parse().speech
+        return speech
+
+    def _parse(self, *tools: Any) -> Any:
+        return load_extra("parse_turn")(self.raw, self.prefill, self.call_format, *tools)
 
 
 @dataclass(frozen=True)

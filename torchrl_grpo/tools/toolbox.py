@@ -49,50 +49,9 @@ CallFormat = str | Mapping[str, Any]
 """
 
 
-@dataclass(frozen=True)
-class ParsedTurn:
-    """A turn of the policy.
-
-    Attributes:
-        calls: its tool calls.
-        content: the text before the first call, or the whole text, including thoughts in tags.
-        speech: the turn with special tokens, and with spaces in place of thoughts.
-        thought: the thoughts before the first call.
-        spoken: ``content`` without thoughts.
-    """
-
-    calls: Sequence[ToolCall]
-    content: str
-    speech: str
-    thought: str
-    spoken: str
-
-
-def parse_turn(
-    text: str,
-    prefill: str = "",
-    call_format: CallFormat = "",
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> ParsedTurn:
-    """Parse a turn of the policy. A call inside a thought is a draft and not returned. An unclosed
-    thought extends to the end of the turn.
-
-    Args:
-        text: the turn with its special tokens.
-        prefill: the beginning of the turn that is part of the prompt.
-        call_format: format of the calls; by default all formats with distinctive markers, such as
-            those of Hermes, Llama 3 and Mistral.
-        tools: JSON schemas, for formats with untyped arguments.
-
-    >>> parse_turn("2</think>4", "<think>").speech
-    '         4'
-    """
-    turn: ParsedTurn = load_extra("parse_turn")(text, prefill, call_format, tools)
-    return turn
-
-
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    r"""Return the tool calls in a turn of the policy, see ``parse_turn``.
+    r"""Return the tool calls in a turn of the policy in any format with distinctive markers, such as
+    those of Hermes, Llama 3 and Mistral. A call inside a thought is a draft and not returned.
 
     >>> parse_tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>')
     [ToolCall(name='add', arguments={'a': 1}, error='')]
@@ -103,7 +62,7 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     >>> parse_tool_calls("no call")
     []
     """
-    return [*parse_turn(text).calls]
+    return [*load_extra("parse_turn")(text).calls]
 
 
 def tool_message(name: str, content: Content, number: int = 0) -> dict[str, Any]:

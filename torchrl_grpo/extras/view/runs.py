@@ -53,7 +53,6 @@ from torchrl_grpo.host.files import (
 )
 from torchrl_grpo.host.text import clip, printable_lines, reward_text
 from torchrl_grpo.host.trees import dotted
-from torchrl_grpo.tools.toolbox import CallFormat
 
 _FRESH_S = 0.5
 """Seconds during which files are not checked again after they were read."""
@@ -189,10 +188,12 @@ class RunView:
     def _environment(self) -> dict[str, Any]:
         return read_row(read_inside(self.folder, ENVIRONMENT_FILE).encode())
 
-    def _call_format(self) -> CallFormat:
-        """Return how the run's chat template writes tool calls."""
+    def _call_format(self) -> str:
+        """Return the name of the format of the run's tool calls; "" for a response template, whose
+        regular expressions somebody else may have written.
+        """
         call_format = self._environment().get("call_format")
-        return call_format if isinstance(call_format, str | dict) else ""
+        return call_format if isinstance(call_format, str) else ""
 
     def config(self) -> dict[str, str]:
         """Return the config by dotted key, and the run's environment; if it cannot be read, why."""

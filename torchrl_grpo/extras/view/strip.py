@@ -10,7 +10,6 @@ from typing import Any
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.files import is_number
 from torchrl_grpo.host.text import printable_lines
-from torchrl_grpo.tools.toolbox import CallFormat, parse_turn
 
 _MAX_DIFFERENCE = 50.0
 """Difference of log-probs beyond which the exponential is meaningless."""
@@ -18,12 +17,12 @@ _MAX_DIFFERENCE = 50.0
 Numbers = list[float | None]
 
 
-def strip_of(row: Mapping[str, Any], call_format: CallFormat = "") -> dict[str, Any] | None:
+def strip_of(row: Mapping[str, Any], call_format: str = "") -> dict[str, Any] | None:
     """Return the tokens of a row of ``samples.jsonl`` for display; None without tokens.
 
     Args:
         row: the row.
-        call_format: how the run's chat template writes tool calls.
+        call_format: name of the format of the run's tool calls.
 
     Returns:
         the ``text`` of each token, whether it was ``sampled``, ``values`` by name (one per token,
@@ -89,7 +88,7 @@ def _constant(value: float | None, sampled: Sequence[bool]) -> Numbers:
 
 
 def _turns(
-    text: Sequence[str], sampled: Sequence[bool], prompt: str, call_format: CallFormat
+    text: Sequence[str], sampled: Sequence[bool], prompt: str, call_format: str
 ) -> list[dict[str, Any]]:
     turns = []
     start = 0
@@ -100,7 +99,7 @@ def _turns(
         if is_sampled:
             count += 1
             prefill = load_extra("prefill_of")(prompt + "".join(text[:start]), call_format)
-            turn = parse_turn("".join(text[start:end]), prefill, call_format)
+            turn = load_extra("parse_turn")("".join(text[start:end]), prefill, call_format)
             calls = [
                 f"{call.name or 'a tool'}{' (unreadable)' if call.error else ''}"
                 for call in turn.calls

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 from torchrl_grpo.host.text import replace_lone_surrogates
 from torchrl_grpo.images import ImageFile, text_of
 from torchrl_grpo.integrations import anthropic, responses
+from torchrl_grpo.integrations.call_formats import parse_turn
 from torchrl_grpo.tasks.base import Dialog, Message, TurnLimits
-from torchrl_grpo.tools.toolbox import Parser, ToolCall, parse_turn
+from torchrl_grpo.tools.toolbox import Parser, ToolCall
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 RESPONSES = "/v1/responses"

@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,7 +33,9 @@ from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config.rules import staleness_bound
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.host.checkpoint_files import checkpoints_in
+from torchrl_grpo.models.loading import add_lora
 from torchrl_grpo.starter import starter_path
+from torchrl_grpo.weights import named_adapter_weights
 
 STEPS, LONGEST_S = 2, 600
 COMMON = (
@@ -43,7 +46,9 @@ COMMON = (
 
 
 def write_data(folder: Path) -> None:
-    """Write three files of sums, and a teacher whose weights differ slightly from the starter's."""
+    """Write three files of sums, a teacher whose weights differ slightly from the starter's, and
+    adapters for the starter.
+    """
     rng = random.Random(0)
     for name, count in (("one", 40), ("two", 40), ("test", 8)):
         pairs = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in range(count)]
@@ -66,6 +71,11 @@ def write_data(folder: Path) -> None:
             parameter += 0.01 * torch.randn_like(parameter) * parameter.std()
     teacher.save_pretrained(folder / "teacher")
     AutoTokenizer.from_pretrained(starter_path()).save_pretrained(folder / "teacher")
+    adapted: Any = add_lora(AutoModelForCausalLM.from_pretrained(starter_path()), r=3)
+    with torch.no_grad():
+        for _, weight in named_adapter_weights(adapted):
+            weight += 0.01 * torch.randn_like(weight)
+    adapted.save_pretrained(folder / "adapters")
 
 
 def _goes_on_exactly(options: Options) -> bool:
@@ -143,7 +153,10 @@ def main() -> int:
     folder: Path = arguments.folder or Path(tempfile.mkdtemp(prefix="pairs-"))
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
-    write_data(data)
+    # A run that is forked from a process with threads of OpenMP would wait for them forever.
+    writer = multiprocessing.get_context("fork").Process(target=write_data, args=(data,))
+    writer.start()
+    writer.join()
     runs = covering_array(arguments.seed)
     numbers = arguments.only or [
         number for number, run in enumerate(runs) if is_local(run) or not arguments.local

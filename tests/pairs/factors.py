@@ -28,6 +28,7 @@ _ALGORITHMS = [
 ]
 _LOSS = "policy.loss._target_=torchrl_grpo.objectives."
 _IMAGES = ("model.name=vision_starter", "env.dataset=shapes")
+_LORA = "train_model.lora.enabled=true"
 _TEACHER = ("policy.teacher_coef=0.1", "teacher.model=DATA/teacher")
 
 # Options by factor and name; each factor's first option is its default. DATA stands for the data
@@ -74,6 +75,8 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
         "rows": (f"env.environment={_HERE}:Rows", "env.max_turns=2"),
         "agent": (f"env.agent={_HERE}:play", "env.max_turns=2"),
         "compact": (f"env.agent={_HERE}:compact", "env.max_turns=2"),
+        "tree": (f"env.agent={_HERE}:branch", "env.max_turns=3"),
+        "dropped": (f"env.agent={_HERE}:branch", "env.max_turns=3", "env.abandoned=drop"),
     },
     "credit": {"sum": (), "per_turn": ("policy.turn_credit=per_turn",)},
     "reward": {
@@ -83,9 +86,15 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
         "async": (f"{_HERE}:slow",),
         "failing": (f"{_HERE}:failing",),
         "trl": (f"{_HERE}:of_trl",),
+        "group": (f"[{{fn: {_HERE}:right, weight: 0.5}}, {{fn: {_HERE}:ranking, weight: 0.5}}]",),
     },
     "workers": {"none": (), "two": ("env.reward_workers=2",)},
-    "lora": {"off": (), "on": ("train_model.lora.enabled=true", "train_model.lora.r=4")},
+    "lora": {
+        "off": (),
+        "on": (_LORA, "train_model.lora.r=4"),
+        "path": (_LORA, "train_model.lora.path=DATA/adapters"),
+        "quantized": (_LORA, "train_model.quantization=nf4"),
+    },
     "reference": {
         "loss": ("policy.kl_coef=0.05",),
         "none": ("policy.kl_coef=0",),
@@ -124,6 +133,8 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "passes": {"large": (), "small": ("train.micro_batch_tokens=80",)},
     "checkpointing": {"off": (), "on": ("train_model.gradient_checkpointing=true",)},
+    "compile": {"auto": (), "on": ("train_model.compile=true",)},
+    "profile": {"off": (), "on": ("logging.profile_steps=[2]",)},
     "precision": {
         "full": (),
         "bf16": ("train.mixed_precision=bf16",),
@@ -230,27 +241,28 @@ mismatch:top_entropy,centered  proximal:interpolated
 mismatch:centered  proximal:recomputed steps:epochs,two engine:server sft:on teacher:reverse,top_k
 algo:distill  teacher:none dynamic:on reward:gdpo
 algo:reinforce_pp  reward:gdpo advantage:leave_one_out,length_weighted,second_best,nonzero
-          credit:per_turn dialog:agent,compact
+          credit:per_turn dialog:agent,compact,tree,dropped
 algo:rloo  reward:gdpo credit:per_turn
-dialog:agent,compact  advantage:token sft:on check:exact
+dialog:agent,compact,tree,dropped  advantage:token sft:on check:exact
 dialog:game  data:!arithmetic sft:on check:exact draw:curriculum tests:sets
 dialog:rows  data:!file sft:on check:exact
 dialog:tools,retry  check:exact
-teacher:prompted  dialog:game,rows,agent,compact
+teacher:prompted  dialog:game,rows,agent,compact,tree,dropped
 teacher:several  data:!two dialog:game,rows
 sft:on  dynamic:on teacher:reverse,top_k data:!file,two
 credit:per_turn  advantage:token,leave_one_out,length_weighted,second_best,nonzero dynamic:on reward:gdpo
 dynamic:on  teacher:!none reward:gdpo
 reward:gdpo  overlong:on shaping:on reference:reward advantage:token,batch,length_weighted,second_best
-lora:on  train:split check:exact reference:refresh
+lora:!off  train:split check:exact reference:refresh data:vision
+lora:quantized  train:two,copies,offload
+lora:path  data:images
 check:exact  train:two,split,copies engine:!float32
 engine:server  samplers:two stop:on
-engine:bfloat16  check:sync
 kept:some  algo:sft engine:server sft:on teacher:reverse,top_k
 data:countdown  truncated:masked
-data:images,vision  dialog:tools,agent,compact train:split,offload engine:server
+data:images,vision  dialog:tools,agent,compact,tree,dropped train:split,offload engine:server
           teacher:sampled,reverse,top_k,prompted
-data:vision  train:two,copies lora:on
+data:vision  train:two,copies
 draw:curriculum  data:!file,two
 """
 

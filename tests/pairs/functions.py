@@ -61,6 +61,14 @@ def of_trl(
     ]
 
 
+def ranking(responses: Sequence[str], answer: Any = None) -> list[float]:
+    """Score the share of the group's responses that are longer, and right ones above all."""
+    return [
+        right(text, answer) + sum(len(text) < len(other) for other in responses) / len(responses)
+        for text in responses
+    ]
+
+
 def calculate(expression: str) -> str:
     """Evaluate a sum.
 
@@ -125,3 +133,16 @@ async def compact(client: Any, problem: dict[str, Any]) -> float:
         if right(answer.choices[0].message.content, problem["answer"]):
             return reward
     return 0.0
+
+
+async def branch(client: Any, problem: dict[str, Any]) -> float:
+    """Ask three times, the last time from the point before the second request."""
+    chat = list(problem["messages"])
+    for reply in (None, NO, "no, again."):
+        asked = chat if reply is None else [*chat, {"role": "user", "content": reply}]
+        answer = (
+            (await client.chat.completions.create(model="p", messages=asked)).choices[0].message
+        )
+        if reply is None:
+            chat = [*chat, answer]
+    return right(answer.content, problem["answer"])

@@ -23,6 +23,7 @@ Row = Mapping[str, Any]
 _EPS = 1e-6
 _OF_TIME = (
     "time/",
+    "sync/receipt_s",
     "throughput",
     "workers/",
     "buffer/",

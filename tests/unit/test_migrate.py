@@ -260,6 +260,7 @@ OURS = "torchrl_grpo.objectives."
 MASK = {"policy.behaviour_weight": "mask"}
 TRUNCATE = {"policy.behaviour_weight": "truncate"}
 LORA = "made = None\nif args.lora:\n    made = LoraConfig(r=4)\nGRPOTrainer('m', len, GRPOConfig(), peft_config="
+QLORA = {"train_model.lora.enabled": True, "train_model.quantization": "nf4"}
 LORA_4 = {"train_model.lora.enabled": True, "train_model.lora.r": 4}
 LORA_OPEN = {"train_model.lora.enabled": SET_ME, "train_model.lora.r": 4}
 DISAGGREGATED = (
@@ -290,6 +291,14 @@ KEPT: list[tuple[Callable[[str], str], str, dict[str, Any]]] = [
     (verl, f"{ACTOR}policy_loss.loss_mode=kl_cov {ACTOR}policy_loss.kl_cov_ratio=0.5",  # 0.1 is verl's default
      {LOSS: f"{OURS}KLCovLoss", "+policy.loss.covariance_share": 0.5, "+policy.loss.penalty": 0.1,
       "+policy.loss.covariance_low": None}),
+    (trl, "use_peft: true\nload_in_4bit: true\nbnb_4bit_quant_type: nf4", QLORA),
+    (trl, "load_in_4bit: true", {"train_model.quantization": None}),
+    (script, "bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4')\n"
+     "m = AutoModelForCausalLM.from_pretrained('m', quantization_config=bits)\n"
+     "GRPOTrainer(m, len, GRPOConfig(), peft_config=LoraConfig(r=4))", QLORA | {"train_model.lora.r": 4}),
+    (script, "m, tokenizer = FastLanguageModel.from_pretrained(model_name='m', load_in_4bit=True)\n"
+     "n = FastLanguageModel.get_peft_model(m, r=4, lora_alpha=8, random_state=3407)\nGRPOTrainer(n, len, GRPOConfig())",
+     QLORA | {"train_model.lora.r": 4, "train_model.lora.alpha": 8, "model.name": "m"}),
     (trl, "epsilon: 10.0", {"policy.clip_epsilon": [1.0, 10.0]}),
     (verl, f"{ACTOR}clip_ratio_low=10", {"policy.clip_epsilon": [1.0, 0.2]}),
     # KL
@@ -446,6 +455,9 @@ def test_settings_are_kept_or_to_be_set(
 # A file, the kind of a note, the key that it is about, and how it begins
 NOTED: list[tuple[Callable[[str], str], str, str, str, str]] = [
     (trl, "loss_type: mystical", "lacks", "loss_type", "mystical has no equivalent among grpo, dapo"),
+    (trl, "use_peft: true\nload_in_8bit: true", "lacks", "load_in_8bit", "weights have 4 bits"),
+    (script, "bits = BitsAndBytesConfig(load_in_4bit=True)\nGRPOTrainer('m', len, GRPOConfig(), "
+     "peft_config=LoraConfig(r=4))", "lacks", "bnb_4bit_quant_type", "4-bit weights are nf4"),
     (trl, "repetition_penalty: 2\nmystery: 1", "lacks", "repetition_penalty", ""),
     (trl, "min_p: 0.1", "differs", "inference_model.min_p", ""),
     (verl, f"{CORRECTION}rollout_rs=seq_max_k2 {CORRECTION}rollout_rs_threshold=3",

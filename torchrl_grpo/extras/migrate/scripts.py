@@ -17,6 +17,13 @@ import yaml
 
 _LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
 _LORA_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+_UNSLOTH_DEFAULTS = {"lora_r": 16, "lora_alpha": 16, "lora_target_modules": "all-linear"}
+_QUANTIZATION = {
+    "load_in_4bit": "load_in_4bit",
+    "load_in_8bit": "load_in_8bit",
+    "bnb_4bit_quant_type": "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
+}
 _FILES = ("json", "csv", "parquet", "text")
 _ARITHMETIC: dict[type[ast.AST], Any] = {
     ast.Add: operator.add,
@@ -85,7 +92,7 @@ def read_python(text: str) -> dict[str, Any]:
     )
     trainer |= {name: script.argument(calls[0], name, 99) for name in _NAMED} if calls else {}
     settings |= _trainer(script, trainer)
-    settings |= _adapters(script, trainer.get("peft_config"))
+    settings |= _adapters(script, trainer.get("peft_config")) | _quantization(script)
     return {**_data(script, trainer.get("train_dataset")), **settings}
 
 
@@ -335,7 +342,10 @@ def _reward(script: _Script, node: ast.expr) -> Any:
 
 def _adapters(script: _Script, config: ast.expr | None) -> dict[str, Any]:
     """Return whether LoRA is used, and its numbers."""
-    calls = script.calls("LoraConfig")
+    calls, defaults, names = script.calls("LoraConfig"), _LORA_DEFAULTS, None
+    if not calls:  # model = FastLanguageModel.get_peft_model(model, r=16, ...), of unsloth
+        calls = [call for call in script.calls("get_peft_model") if "r" in script.arguments(call)]
+        defaults, names = _UNSLOTH_DEFAULTS, {*_LORA, "lora_dropout", "use_rslora"}
     source = script.source(config)
     if isinstance(source, ast.Constant) and source.value is None:
         return {}
@@ -352,10 +362,24 @@ def _adapters(script: _Script, config: ast.expr | None) -> dict[str, Any]:
         else Unknown(ast.unparse(config if config is not None else calls[0]))
     }
     if calls:
-        settings |= _LORA_DEFAULTS
+        settings |= defaults
         settings |= {
-            _LORA.get(key, key): value for key, value in script.arguments(calls[0]).items()
+            _LORA.get(key, key): value
+            for key, value in script.arguments(calls[0]).items()
+            if names is None or key in names
         }
+    return settings
+
+
+def _quantization(script: _Script) -> dict[str, Any]:
+    """Return how the model's weights are quantized, by bitsandbytes' config or unsloth's loader."""
+    settings: dict[str, Any] = {}
+    for call in (*script.calls("BitsAndBytesConfig"), *script.calls("from_pretrained")):
+        if _name(call.func) == "BitsAndBytesConfig":
+            settings["bnb_4bit_quant_type"] = "fp4"
+        for key, value in script.arguments(call).items():
+            if name := _QUANTIZATION.get(key):
+                settings[name] = value if script.is_certain(call) else Unknown(str(value))
     return settings
 
 

@@ -228,6 +228,7 @@ BASE: dict[str, Any] = {
     "inference_model.tensor_parallel_size": 1,
     "train_model.num_devices": None,
     "train_model.dtype": "float32",
+    "train_model.quantization": None,
     "train_model.gradient_checkpointing": False,
     "train_model.cpu_offload": False,
     "train_model.lora.enabled": False,

@@ -123,9 +123,9 @@ class Run:
         if not config.only_evaluates:
             self.writes().check_room(self.directory)
             directory.mkdir(parents=True, exist_ok=True)
-        saved, lora = plain(config), config.train_model.lora
-        if "path" in lora.options:
-            saved["train_model"]["lora"]["settings"] = adapter_settings(lora.path)
+        saved, path = plain(config), config.train_model.lora.options.get("path")
+        if path is not None:
+            saved["train_model"]["lora"]["settings"] = adapter_settings(path)
         return Checkpointer(directory, saved, config.train.keep_checkpoints)
 
     def _report(self) -> Path:

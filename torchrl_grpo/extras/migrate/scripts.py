@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 _LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
-_LORA_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+_LORA_DEFAULTS: dict[str, Any] = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 _UNSLOTH_DEFAULTS = {"lora_r": 16, "lora_alpha": 16, "lora_target_modules": "all-linear"}
 _QUANTIZATION = {
     "load_in_4bit": "load_in_4bit",

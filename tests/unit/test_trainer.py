@@ -88,6 +88,15 @@ def test_a_batch_in_which_no_token_counts_changes_nothing() -> None:
     )
 
 
+def test_a_step_without_sampled_tokens_does_not_blame_truncation() -> None:
+    batch = make_batch()
+    for row in batch.unbind(0)[1:]:
+        row[keys.REWARD_VALID] = torch.tensor([False])
+    batch[0].get(keys.ASSISTANT_MASK).zero_()
+    with pytest.raises(NoSignalError, match="the policy sampled no tokens"):
+        make_trainer(max_nonfinite_steps=1).train_step(batch)
+
+
 def test_steps_without_a_token_that_counts_end_the_run() -> None:
     trainer = make_trainer(max_nonfinite_steps=3)
     batch = make_batch()

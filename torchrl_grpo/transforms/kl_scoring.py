@@ -118,7 +118,7 @@ class KLScoring(BatchTransform):
             tokens: [B, T] int64.
             mask: [B, T] bool, the tokens to score.
             lengths: [B] int64, number of real tokens in each row.
-            kept: [B, S, K] int32, see ``TokenScorer.score_layout``.
+            kept: [B, S, K] int32, see ``TokenScorer.score_rows``.
             images: of each sequence.
 
         Returns:

@@ -148,7 +148,13 @@ def queries_of(batch: TensorDictBase) -> list[str] | None:
 
 def why_no_token(batch: TensorDictBase) -> str:
     """Return why no token of a batch counts and, if the scorer failed, its first error."""
-    if not has(batch, keys.REWARD_VALID) or pad(batch, keys.REWARD_VALID, False).any():
+    sampled = pad(batch, keys.ASSISTANT_MASK, False).any(-1, keepdim=True)
+    valid = torch.ones_like(sampled)
+    if has(batch, keys.REWARD_VALID):
+        valid = pad(batch, keys.REWARD_VALID, False)
+    if valid.any() and not (valid & sampled).any():
+        return "the policy sampled no tokens in the sequences whose rewards are valid"
+    if valid.any():
         return (
             "all responses with a valid reward were truncated, and policy.mask_truncated=true "
             "leaves these out: raise inference_model.max_new_tokens"

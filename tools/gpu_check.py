@@ -42,7 +42,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from torchrl_grpo.host.processes import descendants  # imports nothing heavy
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-s", "--junitxml={tests}")
+PYTEST = (
+    *("-m", "pytest", "-sv", "-p", "no:cacheprovider", "-p", "gpu_stages.outcomes"),
+    "--junitxml={tests}",
+)
 FIGURES = ("--device", "{device}", "--out", "{figures}")
 CPU_SLOWDOWN = 10
 """Factor of the stages' limits in a rehearsal."""
@@ -73,23 +76,28 @@ def _tests(name: str, limit_s: float, *arguments: str) -> Stage:
 
 
 MENDED = "8_bits or peak_of_a_step or cpu_offload or sharded or waits_for_it or scorers_log_probs"
-FIRST_USER = "tests/gpu/test_first_user.py"
+LAYERS = "tree or digest or 4_bits or qlora or cuda_graphs or for_a_card"
+FIRST_USER, ENGINES = "tests/gpu/test_first_user.py", "tests/gpu/test_engines.py"
+OPTIONS, ON_CUDA = "tests/gpu/test_options.py", "tests/gpu/test_gpu.py"
+ONE_GPU, COMPILED = "tests/gpu/test_one_gpu.py", "tests/unit/test_compiled.py"
 STAGES = (
-    _script("vllm_engine", 170),
-    _tests("vllm_runs", 120, "tests/gpu/test_engines.py", FIRST_USER, "-k", "engine or sleeps"),
-    _script("step_profile", 60),
-    _script("training_step", 120),
-    _script("lora_7b", 60),
-    _script("rollout", 60),
-    _tests("mended", 75, "tests/gpu/test_gpu.py", "tests/gpu/test_one_gpu.py", "-k", MENDED),
+    _script("vllm_engine", 160),
+    _tests("vllm_server", 90, ENGINES, "-k", "callers or ipc or slots"),
+    _tests("vllm_run", 110, FIRST_USER, "-k", "sleeps"),
+    _tests("layers", 60, "tests/gpu/test_layers.py", OPTIONS, ON_CUDA, COMPILED, "-k", LAYERS),
+    _script("step_profile", 75),
+    _script("training_step", 110),
+    _script("lora_7b", 45),
+    _script("rollout", 50),
+    _tests("mended", 75, ON_CUDA, ONE_GPU, "-k", MENDED),
     _tests("ray", 100, FIRST_USER, "-k", "share_weights and auto and vllm"),
 )
 """What has not run on a GPU, or has changed since, in the order of its importance."""
 REPEATS = (
     _script("gate", 60),
-    _tests("tests", 150, "tests/gpu/test_gpu.py"),
-    _tests("options", 150, "tests/gpu/test_options.py"),
-    _tests("one_gpu", 100, "tests/gpu/test_one_gpu.py", "tests/unit/test_sharding_memory.py"),
+    _tests("tests", 150, ON_CUDA),
+    _tests("options", 150, OPTIONS),
+    _tests("one_gpu", 100, ONE_GPU, "tests/unit/test_sharding_memory.py"),
     _tests("first_user", 120, FIRST_USER, "-k", "without_vllm or adapters"),
     _script("parts", 120),
     _script("publish", 60),
@@ -190,9 +198,9 @@ class Check:
             if (figures := Path(files["figures"])).exists():
                 result["figures"] = json.loads(figures.read_text())
             if (tests := Path(files["tests"])).exists():
-                suites = ElementTree.parse(tests).getroot()
-                self._suites.extend(suites)
-                result["tests"] = _outcomes(suites)
+                self._suites.extend(ElementTree.parse(tests).getroot())
+            if (outcomes := Path(f"{files['tests']}.json")).exists():
+                result["tests"] = json.loads(outcomes.read_text())
             if (profile := Path(folder, "profile.txt")).exists():
                 shutil.copy(profile, self._out)
             with (self._out / "vllm.log").open("ab") as logs:
@@ -228,20 +236,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         for _ in range(100):  # until all are gone, and the device's memory is free
             os.killpg(process.pid, signal.SIGKILL)
             time.sleep(0.1)
-
-
-def _outcomes(suites: ElementTree.Element) -> dict[str, Any]:
-    """Return the outcome of each test, and the figures that it recorded."""
-    outcomes = {}
-    for case in suites.iter("testcase"):
-        outcome: dict[str, Any] = {"outcome": "passed", "seconds": float(case.get("time", 0))}
-        for kind in ("failure", "error", "skipped"):
-            if (child := case.find(kind)) is not None:
-                outcome |= {"outcome": kind, "message": child.get("message", "")[:300]}
-        for item in case.iter("property"):
-            outcome[item.get("name", "")] = item.get("value")
-        outcomes[case.get("name", "")] = outcome
-    return outcomes
 
 
 def install(wheels: Path, folder: str) -> Path:

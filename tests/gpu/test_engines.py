@@ -19,10 +19,13 @@ from tests.support.prompts import PROMPTS
 from tests.support.serving import CONTEXT, SERVES, SHORT, make_model
 from tests.support.stops import assert_stop_strings_end_responses
 from tests.support.weights import Trained, mismatch
+from torchrl_grpo.generation.base import AdapterSlots
 from torchrl_grpo.generation.vllm import VLLMEngine, _has_vllm
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
+from torchrl_grpo.models.loading import add_lora, load_model
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.weights import Transfer, make_sender, named_weights
+from torchrl_grpo.weights.adapters import AdapterSender
 
 DEVICE = os.environ.get("GPU_CHECK_DEVICE", "cuda")
 KIND = "ipc" if DEVICE == "cuda" else "object_store"
@@ -67,6 +70,28 @@ def test_a_version_travels_to_the_engines_process_by_ipc(engine: AsyncVLLMEngine
         assert engine.policy_version == version
         assert mismatch(engine, response_log_probs(model.cpu()), PROMPTS, SHORT)[1] < ROUNDING
     sender.close()
+
+
+def test_adapters_in_slots_sample_as_the_trainer_scores() -> None:
+    """Their receipts are of the slots on the device."""
+    sender, modules = AdapterSender(None), list[str]()
+    for version in (1, 2):
+        torch.manual_seed(version)
+        base = load_model(str(starter_path()), dtype=torch.float32, device=torch.device(DEVICE))
+        model = add_lora(base, r=4, alpha=8)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.1)
+        handle = sender.send(Trained(model), version)
+        if not modules:
+            modules = sorted({name.split(".")[-2] for name, _ in handle.layers})
+            engine = VLLMEngine(
+                str(starter_path()), **SETTINGS, slots=AdapterSlots(4, tuple(modules))
+            )
+        engine.load(handle, version)
+        assert engine.policy_version == version
+        assert mismatch(engine, response_log_probs(model.cpu()), PROMPTS, SHORT)[1] < ROUNDING
+    engine.close()
 
 
 @pytest.mark.parametrize(

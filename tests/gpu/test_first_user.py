@@ -131,6 +131,8 @@ def run(
         table.append((name, time.monotonic() - start, rows[-1]["time/step_s"], gib))
         record_property("step_s", round(rows[-1]["time/step_s"], 3))
         record_property("peak_gib", round(gib, 2))
+        record_property("compiled_graphs", rows[-1].get("train/compiled_graphs"))
+        record_property("slower", [text for text in caplog.messages if "slower" in text])
         assert [row["step"] for row in rows] == list(range(STEPS + 1))
         assert all(abs(row["train/loss"]) < 100 for row in rows[1:])
         assert "the weights go through the object store" not in caplog.text  # nor, in one process,

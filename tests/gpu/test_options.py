@@ -56,6 +56,11 @@ RUNS: dict[str, tuple[str, ...]] = {
     "vespo": (f"{LOSS}VESPOLoss", "train.mixed_precision=bf16"),
     "gmpo": (f"{LOSS}GMPOLoss", "train_model.gradient_checkpointing=true"),
     "lora": ("train_model.lora.enabled=true", "train_model.lora.r=4", "policy.kl_coef=0.05"),
+    "qlora": (
+        "train_model.lora.enabled=true",
+        "train_model.quantization=nf4",
+        "policy.kl_coef=0.05",
+    ),
     "reference_average": (
         "policy.kl_coef=0.05",
         "ref_model.refresh_every=1",
@@ -95,6 +100,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_two_steps_run_on_the_device(name: str, data: Path, tmp_path: Path) -> None:
+    if name == "qlora":
+        pytest.importorskip("bitsandbytes")
     overrides = [*SMALL, "inference_model.backend=transformers", *RUNS[name]]
     if any("completion" in override for override in overrides):
         overrides += [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import pairwise
 from typing import Any
 
@@ -10,12 +9,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict, lazy_stack
 from torch import Tensor, nn
 
 from tests.support.families import make_family
 from tests.support.models import make_tiny_model
-from torchrl_grpo import keys
+from tests.support.trees import (
+    Tree,
+    gradients,
+    one_by_one,
+    random_tree,
+    rows_of,
+    share_everything,
+)
 from torchrl_grpo.images import EncodedImage, ImageFile, ImageSpan
 from torchrl_grpo.models import attention as attending
 from torchrl_grpo.models import layout as layouts
@@ -24,30 +29,6 @@ from torchrl_grpo.models.layout import packed, shared_prefixes
 from torchrl_grpo.models.passes import make_passes
 from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import TokenScorer
-
-Tree = list[tuple[list[int], list[bool]]]
-
-
-def random_tree(seed: int, count: int = 9, sizes: tuple[int, ...] = (0, 1, 5, 20, 40)) -> Tree:
-    """Return sequences, each of which begins with a part of an earlier one, and their masks."""
-    draw, tree = random.Random(seed), Tree()
-    for _ in range(count):
-        tokens = list[int]()
-        if tree and draw.random() < 0.85:
-            tokens, _ = draw.choice(tree)
-            tokens = tokens[: draw.randint(1, len(tokens))]
-        tokens = tokens + [draw.randrange(3, 128) for _ in range(draw.choice(sizes))]
-        tokens = tokens if len(tokens) > 1 else [5, 6]
-        tree.append((tokens, [at > 0 and draw.random() < 0.5 for at in range(len(tokens))]))
-    return tree
-
-
-def rows_of(tree: Tree) -> Rows:
-    entries = [
-        {keys.FULL: torch.tensor(tokens), keys.ASSISTANT_MASK: torch.tensor(mask)}
-        for tokens, mask in tree
-    ]
-    return Rows.read(lazy_stack([TensorDict(entry) for entry in entries]))
 
 
 def distinct_tokens(tree: Tree) -> int:
@@ -59,28 +40,6 @@ def distinct_tokens(tree: Tree) -> int:
             for end in range(1, max((at for at, flag in enumerate(mask) if flag), default=0) + 1)
         }
     )
-
-
-def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Share prefixes from two tokens on."""
-    monkeypatch.setattr(layouts, "MIN_SHARED", 2)
-    monkeypatch.setattr(layouts, "MAX_READERS", 10**9)
-
-
-def one_by_one(model: nn.Module, tree: Tree) -> Tensor:
-    """Return the log-probs of the scored tokens, [S]."""
-    out = []
-    for tokens, mask in tree:
-        row = torch.tensor(tokens)
-        logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-        out.append(logits.gather(-1, row[1:, None]).squeeze(-1)[torch.tensor(mask[1:])])
-    return torch.cat(out)
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    out = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return out
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from accelerator import synchronize
 from bench_train_step import make_model
+from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_stages.common import Stage, make_batch, make_trainer
@@ -26,6 +27,7 @@ from torchrl_grpo.learner import step as step_module
 from torchrl_grpo.learner.optimizer import make_optimizer
 from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models import compiled
+from torchrl_grpo.models.compiled import Compiled
 from torchrl_grpo.models.passes import Pass
 
 ROWS = 30
@@ -79,16 +81,47 @@ def main() -> None:
         figures["waits_in_two_steps"] = waits
         if not stage.is_rehearsal:
             figures |= idle_share(profiler)
-    # The last part, because the layers stay compiled. A rehearsal compiles none: a CPU needs long.
-    with stage.part("compiled layers") as figures:
+    # The last part, because the layers stay compiled. A rehearsal runs the graphs as they are.
+    backend = "aot_eager" if stage.is_rehearsal else "inductor"
+    compiler = mock.patch.object(
+        torch, "compile", functools.partial(torch.compile, backend=backend)
+    )
+    with stage.part("compiled layers") as figures, compiler:
         figures["plain_step_s"] = stage.seconds(lambda: trainer.train_step(batch), 3)
-        trainer = make_trainer(model, optimizer, **limits, compiles=not stage.is_rehearsal)
+        plain = gradient(trainer, batch)
+        again = (gradient(trainer, batch) - plain).norm() / plain.norm()
+        trainer = make_trainer(model, optimizer, **limits, compiles=True)
         start = time.perf_counter()
-        trainer.train_step(batch)
-        synchronize(stage.device)
-        figures["first_step_s"] = time.perf_counter() - start
+        difference = (gradient(trainer, batch) - plain).norm() / plain.norm()
+        figures["first_gradient_s"] = time.perf_counter() - start
+        figures["gradient's relative difference"] = difference.item()
+        figures["of two plain ones"] = again.item()
         figures["step_s"] = stage.seconds(lambda: trainer.train_step(batch), 3)
+        figures["graphs"] = counters["stats"]["unique_graphs"]
+        layers = (
+            m.forward for m in model.modules() if isinstance(vars(m).get("forward"), Compiled)
+        )
+        if problems := next(layers).problems:
+            raise RuntimeError(problems[0])
+        if not difference < (1e-4 if stage.is_rehearsal else 0.1):
+            raise RuntimeError(f"compiled layers have another gradient: {figures}")
     stage.end()
+
+
+def gradient(trainer: PolicyTrainer, batch: Any) -> torch.Tensor:
+    """Return the gradient of a step in float32, on the CPU, without an update of the weights."""
+    rows = trainer._prepare(batch)
+    passes = step_module.make_passes(
+        trainer.loss.actor_network,
+        rows,
+        trainer.micro_batch_tokens,
+        trainer.rank,
+        trainer.world_size,
+    )
+    trainer._accumulate_gradients(passes, batch)
+    gradients = [parameter.grad.flatten().float().cpu() for parameter in trainer.parameters]
+    trainer.optimizer.zero_grad()
+    return torch.cat(gradients)
 
 
 @contextmanager

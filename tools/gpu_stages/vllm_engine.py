@@ -1,5 +1,5 @@
 """Check vLLM's engine, eager and compiled: log-probs against the scorer, updates of the weights with
-checksums, sleep, the prefix cache, stop strings, and tokens per second.
+receipts, sleep, the prefix cache, stop strings, and tokens per second.
 
 Prompts and responses are as many and as long as in the stage ``rollout``. On a CPU, weights go
 through shared memory instead of CUDA IPC, and sleep frees nothing.
@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,16 +20,15 @@ from unittest import mock
 import torch
 from bench_rollout import make_model
 from tokenizers import Tokenizer, models
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from gpu_stages.common import Stage
+from gpu_stages.common import MEAN_GAP, Stage, log_prob_gaps
 from tests.support.weights import Trained
+from torchrl_grpo.errors import ReceiptError
 from torchrl_grpo.generation import SamplingParams
 from torchrl_grpo.generation.base import Completion
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.vllm import LOG_FILE, VLLMEngine
-from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.weights import Transfer, make_sender, named_weights
 
 LIBRARIES = (
@@ -49,8 +49,6 @@ begins with those of the first.
 Load = Callable[[PreTrainedModel, int], None]
 """Loads a model's weights into the engine as a version."""
 GROUP = 8
-MEAN_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-"""Largest mean distance from the scorer's log-probs; random weights of another seed give 0.8."""
 
 
 def main() -> None:
@@ -179,34 +177,15 @@ class EngineCheck:
             return engine
         raise RuntimeError("the engine started with none of the settings")
 
-    def _generate(self, stop: StopStrings | None = None) -> list[Completion]:
+    def _groups(self, stop: StopStrings | None = None) -> list[list[Completion]]:
         params = SamplingParams(self._new, stop=stop)
-        groups = self._engine.generate(self._prompts, GROUP, params)
-        return [done for group in groups for done in group]
+        return self._engine.generate(self._prompts, GROUP, params)
 
     def _gap(self, model: PreTrainedModel, figures: dict[str, Any]) -> None:
         """Record the distance of new responses' log-probs from those of a model, and raise if it
         is too large.
         """
-        responses = self._generate()
-        prompts = [prompt for prompt in self._prompts for _ in range(GROUP)]
-        tokens = torch.stack(
-            [
-                torch.cat([prompt, done.tokens])
-                for prompt, done in zip(prompts, responses, strict=True)
-            ]
-        )  # all have the same length: nothing ends a response
-        mask = torch.zeros_like(tokens, dtype=torch.bool)
-        mask[:, -self._new :] = True
-        scorer, scored = TokenScorer(model), list[Tensor]()
-        with torch.no_grad():
-            for some, some_mask in zip(tokens.split(16), mask.split(16), strict=True):
-                log_probs, _ = scorer.score(
-                    some.to(self._stage.device), some_mask.to(self._stage.device)
-                )
-                scored.append(log_probs[:, -self._new :].float().cpu())
-        sampled = torch.stack([done.log_probs for done in responses])
-        gaps = (sampled - torch.cat(scored)).abs()
+        gaps = log_prob_gaps(self._stage, model, self._prompts, self._groups())
         figures |= {"mean gap": gaps.mean().item(), "largest gap": gaps.max().item()}
         if not figures["mean gap"] < MEAN_GAP[self._stage.dtype]:
             raise RuntimeError(f"the log-probs are those of other weights: {figures}")
@@ -215,7 +194,7 @@ class EngineCheck:
         """Compare log-probs with the scorer's, and measure the throughput."""
         self._gap(self._first, figures)
         tokens = len(self._prompts) * GROUP * self._new
-        figures["tokens_per_s"] = tokens / self._stage.seconds(self._generate, 2)
+        figures["tokens_per_s"] = tokens / self._stage.seconds(self._groups, 2)
 
     def _next(self, load: Load, model: PreTrainedModel) -> float:
         """Load a model as the next version; return the seconds."""
@@ -235,6 +214,7 @@ class EngineCheck:
         seconds = []
         for model in (self._second, self._first, self._second):
             seconds.append(self._next(load, model))
+            figures["receipts_s"] = self._engine.receipt_s
             received = self._digest()
             self._engine.update_weights(named_weights(model), self._version)
             if received != self._digest():
@@ -273,7 +253,19 @@ class EngineCheck:
             sender.release(version)
 
         self._update_each(figures, load)
-        sender.close()
+        handle = sender.send(Trained(self._first), self._version + 1)
+        name = next(iter(handle.receipt))
+        handle.note(receipt={**handle.receipt, name: handle.receipt[name] + 1})
+        try:
+            self._engine.load(handle, self._version + 1)
+        except ReceiptError as error:
+            figures["wrong receipt"] = str(error)[:200]
+        else:
+            raise RuntimeError("weights with another receipt than the sender's were accepted")
+        finally:
+            sender.release(self._version + 1)
+            sender.close()
+        self._next(self._load, self._second)
 
     def _make_sender(self, kind: str, on_cpu: str) -> Any:
         return make_sender(
@@ -331,7 +323,7 @@ class EngineCheck:
         """End responses with each token whose text ends with "7;", a tenth of all."""
         stop = StopStrings(["7;"], word_tokenizer(self._first.config.vocab_size))
         ended = 0
-        for done in self._generate(stop):
+        for done in chain(*self._groups(stop)):
             *before, last = (token % 10 == 7 for token in done.tokens.tolist())
             if any(before) or last != (done.finish_reason == "stop"):
                 raise RuntimeError(f"a response goes on after its stop string: {done.tokens}")

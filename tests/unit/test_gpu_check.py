@@ -57,19 +57,19 @@ def test_a_stage_beyond_its_limit_is_killed_with_all_that_it_started(tmp_path: P
         assert alive([figures["child"]]) == []
 
 
-@pytest.mark.slow  # starts pytest twice
+@pytest.mark.slow  # starts pytest three times
 def test_outcomes_and_figures_of_tests_are_kept(tmp_path: Path) -> None:
     """Those of tests that have ended also if pytest is killed."""
     (tmp_path / "test_it.py").write_text(TEST)
     (tmp_path / "test_more.py").write_text("import os\ndef test_four(): os.kill(os.getpid(), 9)")
-    one, killed = (
-        Stage(name, 300, (*PYTEST, "-n", "0", "-c", "/dev/null", *map(str, files)))
-        for name, files in (
-            ("one", [tmp_path / "test_it.py"]),
-            ("killed", [tmp_path / "test_it.py", tmp_path / "test_more.py"]),
-        )
-    )
-    Check(tmp_path, "cpu", 900, [one, killed], {}).run()
+    (tmp_path / "test_none.py").write_text("import pytest\ndef test_it(): pytest.skip('no card')")
+    files = {"one": ["it"], "killed": ["it", "more"], "none": ["none"]}
+    options = (*PYTEST, "-n", "0", "-c", "/dev/null")
+    stages = [
+        Stage(name, 300, (*options, *(str(tmp_path / f"test_{part}.py") for part in parts)))
+        for name, parts in files.items()
+    ]
+    Check(tmp_path, "cpu", 900, stages, {}).run()
     results = json.loads((tmp_path / "results.json").read_text())["stages"]
     for name in ("one", "killed"):
         assert results[name]["status"] == "failed"
@@ -80,8 +80,9 @@ def test_outcomes_and_figures_of_tests_are_kept(tmp_path: Path) -> None:
         assert tests["test_rate"]["rate"] == 3
         assert tests["test_two"]["message"].startswith("assert 0")
         assert "no card" in tests["test_three"]["message"]
+    assert results["none"]["status"] == "skipped"
     cases = list(ElementTree.parse(tmp_path / "tests.xml").getroot().iter("testcase"))
-    assert len(cases) == 3
+    assert len(cases) == 4
 
 
 def test_a_second_call_begins_with_what_has_not_run() -> None:

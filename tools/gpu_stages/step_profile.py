@@ -28,7 +28,7 @@ from torchrl_grpo.learner.optimizer import make_optimizer
 from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models import compiled
 from torchrl_grpo.models.compiled import Compiled
-from torchrl_grpo.models.passes import Pass
+from torchrl_grpo.models.passes import Pass, make_passes
 
 ROWS = 30
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::item")
@@ -111,7 +111,7 @@ def main() -> None:
 def gradient(trainer: PolicyTrainer, batch: Any) -> torch.Tensor:
     """Return the gradient of a step in float32, on the CPU, without an update of the weights."""
     rows = trainer._prepare(batch)
-    passes = step_module.make_passes(
+    passes = make_passes(
         trainer.loss.actor_network,
         rows,
         trainer.micro_batch_tokens,
@@ -119,7 +119,7 @@ def gradient(trainer: PolicyTrainer, batch: Any) -> torch.Tensor:
         trainer.world_size,
     )
     trainer._accumulate_gradients(passes, batch)
-    gradients = [parameter.grad.flatten().float().cpu() for parameter in trainer.parameters]
+    gradients = [p.grad.flatten().float().cpu() for p in trainer.parameters if p.grad is not None]
     trainer.optimizer.zero_grad()
     return torch.cat(gradients)
 

@@ -190,7 +190,7 @@ class Check:
                 status = "timed out"
             finally:
                 _kill(process)
-            result = {
+            result: dict[str, Any] = {
                 "status": status,
                 "seconds": round(time.monotonic() - start, 1),
                 "limit_s": stage.limit_s,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import functools
@@ -249,7 +248,7 @@ def split_command_line(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     modes = [
         f"--{name}"
         for name in ("run", "multirun", "cfg", "info", "shell-completion")
-        if _is_set(parsed, name)
+        if getattr(parsed, name.replace("-", "_"))
     ]
     if len(modes) > 1:
         raise ConfigError(f"{' and '.join(modes)} exclude each other: set only one of them.")
@@ -299,10 +298,6 @@ def _with_characters(match: re.Match[str]) -> str:
     """Return a text of an override ``unescape``d, in quotes if it has become several lines."""
     text = unescape(match[0])
     return text if text == match[0] or text[0] in "\"'" else f'"{text}"'
-
-
-def _is_set(parsed: argparse.Namespace, option: str) -> bool:
-    return getattr(parsed, option.replace("-", "_")) not in (None, False)
 
 
 def check_command_line(arguments: Sequence[str]) -> list[str]:

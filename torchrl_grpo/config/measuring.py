@@ -123,11 +123,7 @@ class LoggingConfig:
     @property
     def services(self) -> dict[str, dict[str, Any]]:
         """Settings of the services that are on, by name."""
-        nodes = {
-            "wandb": asdict(self.wandb),
-            "mlflow": asdict(self.mlflow),
-            "trackio": asdict(self.trackio),
-        }
+        nodes = {name: asdict(getattr(self, name)) for name in ("wandb", "mlflow", "trackio")}
         services = {name: node for name, node in nodes.items() if node["mode"] != "disabled"}
         if self.prometheus.port is not None:
             services["prometheus"] = {**asdict(self.prometheus), "name": None}

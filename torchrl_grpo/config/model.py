@@ -71,8 +71,8 @@ class LoraConfig:
         """Arguments of ``loading.add_lora``; none without adapters."""
         if not self.enabled:
             return {}
-        if self.settings is not None:
-            known = {key: self.settings[key] for key in checks.OF_ADAPTERS if key in self.settings}
+        if self.settings:
+            known = {k: value for k, value in self.settings.items() if k in checks.OF_ADAPTERS}
             return {"r": known.get("r", 8), "settings": known}
         if self.path is not None:
             return {"r": checks.adapter_settings(self.path)["r"], "path": self.path}
@@ -159,7 +159,7 @@ RULES = (
         "train_model.lora.settings",
         "is what a checkpoint has of train_model.lora.path",
         "leave it out",
-        lambda c: c.train_model.lora.settings is not None and c.train.resume is None,
+        lambda c: c.train_model.lora.settings and not c.train.resume,
     ),
     Rule(
         "train_model.quantization",

@@ -222,7 +222,7 @@ def _fixed_options(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """
     leaves = dict(dotted(config))
     for name, value in leaves.items():
-        if any(name == fixed or name.startswith(f"{fixed}.") for fixed in _FIXED_OPTIONS):
+        if f"{name}.".startswith(tuple(f"{fixed}." for fixed in _FIXED_OPTIONS)):
             if name == "train.dialog_turns_per_batch" and value is None:
                 value = leaves["env.num_envs"]
             yield name, value

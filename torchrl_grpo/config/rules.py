@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, ge, gt, le, lt
 from typing import Any
 
 from torchrl_grpo.checks import (
@@ -51,10 +51,10 @@ from torchrl_grpo.host.plugins import plugins
 from torchrl_grpo.host.trees import dotted
 
 _COMPARISONS = {
-    "ge": (lambda value, limit: value >= limit, "at least"),
-    "gt": (lambda value, limit: value > limit, "above"),
-    "le": (lambda value, limit: value <= limit, "at most"),
-    "lt": (lambda value, limit: value < limit, "below"),
+    "ge": (ge, "at least"),
+    "gt": (gt, "above"),
+    "le": (le, "at most"),
+    "lt": (lt, "below"),
 }
 
 

@@ -189,7 +189,7 @@ class GenerationPolicy(TensorDictModuleBase):
         with self.engine.exclusive:
             version = int(self.engine.policy_version)
             completions = self._generate(requests, groups, active)
-            completions = [self._rescore(*pair) for pair in zip(requests, completions, strict=True)]
+            completions = list(map(self._rescore, requests, completions))
         _check_finite(completions, version)
 
         rows, oldest = [], []

@@ -29,7 +29,7 @@ def memory_short(
             for name, saved in knobs.items()
             if saved > _MIN_SHARE * sum(holds.values())
         ),
-        key=_saved,
+        key=lambda knob: -knob[1],
     )
     saves = (
         ", ".join(f"{name} (about {size(saved)})" for name, saved in worth)
@@ -45,7 +45,3 @@ def in_words(holds: Mapping[str, float]) -> str:
     """Return bytes by purpose in words: "1.0 kB of weights and 2.0 kB of activations"."""
     *parts, last = [f"{size(count)} of {name}" for name, count in holds.items()]
     return f"{', '.join(parts)}{' and ' * bool(parts)}{last}"
-
-
-def _saved(knob: tuple[str, float]) -> float:
-    return -knob[1]

@@ -79,14 +79,8 @@ def export_model(
                 staging, state_dict={name: weight.cpu().contiguous() for name, weight in named}
             )
         else:
-            base_weights = (
-                weight for name, weight in base.named_parameters() if ".lora_" not in name
-            )
-            check_room(
-                staging,
-                sum(weight.nbytes for weight in base_weights),
-                "the model",
-            )
+            weights = (w.nbytes for name, w in base.named_parameters() if ".lora_" not in name)
+            check_room(staging, sum(weights), "the model")
             base.save_pretrained(
                 staging, state_dict={}, save_original_format=False
             )  # all but the weights

@@ -103,16 +103,14 @@ def columns(
     """
     rows, out = batch.unbind(0), dict[NestedKey, list[Any]]()
     for name in names:
-        values = list(takewhile(_exists, (row.get(name, None) for row in rows)))
+        values = list(
+            takewhile(lambda value: value is not None, (row.get(name, None) for row in rows))
+        )
         if len(values) == len(rows):
             out[name] = values
         elif name in required:
             raise missing(batch, name)
     return out
-
-
-def _exists(value: object) -> bool:
-    return value is not None
 
 
 def parts_of(batch: TensorDictBase) -> Sequence[TensorDictBase]:

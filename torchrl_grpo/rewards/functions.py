@@ -54,7 +54,9 @@ def load_function(
     >>> load_function("gsm8k")("#### 72", "72")
     True
     """
-    return load_object(name, field, "function", _is_function, builtins)
+    return load_object(
+        name, field, "function", lambda value: callable(value) and not _is_class(value), builtins
+    )
 
 
 def check_objects() -> None:
@@ -85,10 +87,6 @@ def load_class(name: str, field: str, builtins: Mapping[str, str] = MappingProxy
 
 def _is_class(value: Any) -> bool:
     return isinstance(value, type)
-
-
-def _is_function(value: Any) -> bool:
-    return callable(value) and not isinstance(value, type)
 
 
 def load_object(

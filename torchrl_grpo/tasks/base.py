@@ -140,8 +140,7 @@ class Dialog:
         """The latest turn with its special tokens and blanks in place of its thoughts, to search
         for tool calls.
         """
-        speech: str = self._parse().speech
-        return speech
+        return str(self._parse().speech)
 
     def _parse(self, *tools: Any) -> Any:
         return load_extra("parse_turn")(self.raw, self.prefill, self.call_format, *tools)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tests.support.families import make_family
 from tests.support.models import make_tiny_model
 from torchrl_grpo.models import compiled, head, loading
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
@@ -162,6 +163,38 @@ def test_layers_have_the_same_scores_and_gradients(
     for compiled_batch, plain_batch in zip(results, expected, strict=True):
         for result, plain in zip(compiled_batch, plain_batch, strict=True):
             torch.testing.assert_close(result, plain, rtol=2e-2, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_recurrent_layers_leave_the_graphs_of_all_lengths_the_same(
+    graphs: Counter[int],
+    warnings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    scorer = TokenScorer(make_family("lfm2"))
+
+    def gradient(batch: int) -> Tensor:
+        torch.manual_seed(batch)
+        tokens, lengths = torch.randint(2, 30, (4, 40)), torch.randint(22, 40, (4,))
+        tokens[:batch, : 8 * batch] = tokens[0, : 8 * batch].clone()
+        mask = (torch.arange(40) >= 20) & (torch.arange(40) <= lengths[:, None])
+        scorer.zero_grad()
+        scorer.score(tokens, mask)[0].sum().backward()
+        return torch.cat([p.grad.flatten() for p in scorer.parameters() if p.grad is not None])
+
+    expected = [gradient(batch) for batch in range(4)]
+    monkeypatch.setattr(compiled, "DEVICES", ())  # of the head
+    compiled.compile_layers(scorer.base)
+    results, counts = [], []
+    for batch in range(4):
+        results.append(gradient(batch))
+        counts.append(graphs.total())
+    assert not warnings
+    assert not [entry for entry in recwarn if "Dynamo" in str(entry.message)]
+    assert counts[0] == counts[-1] > 0
+    for result, plain in zip(results, expected, strict=True):
+        assert torch.dist(result, plain) < 1e-4 * plain.norm()
 
 
 def test_layers_stay_plain_if_one_has_another_gradient(

@@ -147,6 +147,7 @@ class PackedLayer(nn.Module):
     layout: Layout | None = None
     forks = True
 
+    @torch.compiler.disable  # a graph would depend on the lengths of the sequences
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Compute a packed row, [1, N, D], or without a layout what the layer itself computes."""
         compute_batch = super().forward

@@ -77,17 +77,17 @@ def _tests(name: str, limit_s: float, *arguments: str) -> Stage:
 
 
 MENDED = "8_bits or peak_of_a_step or cpu_offload or sharded or waits_for_it or scorers_log_probs"
-LAYERS = "tree or digest or 4_bits or qlora or cuda_graphs or for_a_card"
+LAYERS = "tree or digest or 4_bits or qlora or cuda_graphs"
 FIRST_USER, ENGINES = "tests/gpu/test_first_user.py", "tests/gpu/test_engines.py"
 OPTIONS, ON_CUDA = "tests/gpu/test_options.py", "tests/gpu/test_gpu.py"
-ONE_GPU, COMPILED = "tests/gpu/test_one_gpu.py", "tests/unit/test_compiled.py"
+ONE_GPU = "tests/gpu/test_one_gpu.py"
 STAGES = (
     _script("vllm_engine", 160),
-    _tests("vllm_server", 90, ENGINES, "-k", "callers or ipc or slots"),
-    _tests("vllm_run", 110, FIRST_USER, "-k", "sleeps"),
-    _tests("layers", 60, "tests/gpu/test_layers.py", OPTIONS, ON_CUDA, COMPILED, "-k", LAYERS),
+    _tests("vllm_server", 110, ENGINES, "-k", "callers or ipc or slots"),
+    _tests("vllm_run", 140, FIRST_USER, "-k", "sleeps"),
+    _tests("layers", 70, "tests/gpu/test_layers.py", OPTIONS, ON_CUDA, "-k", LAYERS),
     _script("step_profile", 75),
-    _script("training_step", 110),
+    _script("training_step", 105),
     _script("lora_7b", 45),
     _script("rollout", 50),
     _tests("mended", 75, ON_CUDA, ONE_GPU, "-k", MENDED),

@@ -26,7 +26,7 @@ from gpu_stages.common import Stage, make_batch, make_trainer
 from torchrl_grpo.learner import step as step_module
 from torchrl_grpo.learner.optimizer import make_optimizer
 from torchrl_grpo.learner.step import PolicyTrainer
-from torchrl_grpo.models import compiled
+from torchrl_grpo.models import compiled, head
 from torchrl_grpo.models.compiled import Compiled
 from torchrl_grpo.models.passes import Pass, make_passes
 
@@ -101,7 +101,8 @@ def main() -> None:
         layers = (
             m.forward for m in model.modules() if isinstance(vars(m).get("forward"), Compiled)
         )
-        if problems := next(layers).problems:
+        parts = (next(layers), head._add_chunk, head._chunk_gradient)
+        if problems := [problem for part in parts for problem in part.problems]:
             raise RuntimeError(problems[0])
         if not difference < (1e-4 if stage.is_rehearsal else 0.1):
             raise RuntimeError(f"compiled layers have another gradient: {figures}")

@@ -59,6 +59,7 @@ def test_a_tree_in_bfloat16_is_as_exact_as_single_sequences(
     def gradient(dtype: torch.dtype, packs: bool) -> torch.Tensor:
         model = make_family("qwen2").to(DEVICE, dtype)
         scorer = TokenScorer(model)
+        assert scorer.packs(max(len(tokens) for tokens, _ in tree))
         log_probs = (
             scorer.score_rows(scorer.layout(rows_of(tree)))["log_prob"]
             if packs

@@ -84,9 +84,9 @@ def test_token_ids_of_a_teacher_reach_a_sharded_model_exactly(
     passed = list[Tensor]()
     score = TokenScorer._score
 
-    def watched(self: TokenScorer, layout: Any, kept: None, sample: None, *rest: Any) -> Any:
-        passed.append(rest[0])
-        return score(self, layout, kept, sample, *rest)
+    def watched(self: TokenScorer, layout: Any, values: dict[Any, Tensor], *rest: Any) -> Any:
+        passed.append(values[keys.TEACHER_STATES])
+        return score(self, layout, values, *rest)
 
     monkeypatch.setattr(TokenScorer, "_score", watched)
     ids = torch.tensor([4321.0, 4322.0, 4323.0, 257.0]).expand(14, 4)

@@ -1,7 +1,7 @@
 """Run two steps of the starter model for each row of a covering array of options, and check all
 files of each run.
 
-    python -m tests.pairs                    # all runs (about 120), each in a process of its own
+    python -m tests.pairs                    # all runs (about 130), each in a process of its own
     python -m tests.pairs --first 20         # the runs that cover the most pairs
     python -m tests.pairs --local            # the runs without Ray, which are the fast ones
     python -m tests.pairs --only 7 12        # some runs, by number

@@ -257,7 +257,7 @@ lora:!off  train:split check:exact reference:refresh data:vision
 lora:quantized  train:two,copies,offload
 lora:path  data:images
 check:exact  train:two,split,copies engine:!float32
-engine:server  samplers:two stop:on
+engine:server  samplers:two stop:on profile:on
 kept:some  algo:sft engine:server sft:on teacher:reverse,top_k
 data:countdown  truncated:masked
 data:images,vision  dialog:tools,agent,compact,tree,dropped train:split,offload engine:server

@@ -13,6 +13,7 @@ from typing import get_args
 
 import torch
 from torch import Tensor
+from torchrl.objectives.value.functional import generalized_advantage_estimate
 
 from torchrl_grpo.checks import (
     AdvantageMean,
@@ -176,11 +177,12 @@ def _statistics(values: Tensor, index: Tensor, valid: Tensor) -> tuple[Tensor, T
 
 def sampled_token_gae(
     reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lmbda: float
-) -> Tensor:
-    """Generalized advantage estimate along the sampled tokens of each sequence (arXiv 1506.02438).
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimate along the sampled tokens of each sequence (arXiv 1506.02438),
+    by TorchRL's ``generalized_advantage_estimate``.
 
-    Tokens outside the mask are skipped, so that no time passes on them; after the last one the
-    value is 0.
+    Tokens outside the mask are skipped, so that no time passes on them. After the last one the
+    value is 0: the sequence is ``terminated``, even if a limit on tokens cut it off.
 
     Args:
         reward: [N, T] floating.
@@ -190,17 +192,21 @@ def sampled_token_gae(
         lmbda: weight of rewards beyond the next value, relative to that value.
 
     Returns:
-        [N, T], 0 outside the mask.
+        the estimate, and the target of the value, which is their sum; [N, T] each, 0 outside the
+        mask.
     """
-    advantage = torch.zeros_like(reward)
-    estimate = next_value = reward.new_zeros(len(reward))
-    for place in reversed(mask.any(0).nonzero().flatten().tolist()):
-        sampled, here = mask[:, place], value[:, place]
-        error = reward[:, place] + gamma * next_value - here
-        estimate = torch.where(sampled, error + gamma * lmbda * estimate, estimate)
-        next_value = torch.where(sampled, here, next_value)
-        advantage[:, place] = torch.where(sampled, estimate, 0.0)
-    return advantage
+    order = mask.sort(dim=1, descending=True, stable=True).indices[:, : int(mask.any(0).sum())]
+    reward, value = (
+        torch.where(mask, part, 0.0).gather(1, order).unsqueeze(-1) for part in (reward, value)
+    )
+    following = torch.nn.functional.pad(value, (0, 0, 0, 1))[:, 1:]
+    done = torch.zeros_like(value, dtype=torch.bool)  # all is 0 after the last token
+    # As tensors, because TorchRL would round numbers to float32.
+    rates = value.new_tensor([gamma, lmbda]).unbind()
+    parts = generalized_advantage_estimate(*rates, value, following, reward, done)
+    zeros = torch.zeros(mask.shape, dtype=value.dtype, device=value.device)
+    advantage, target = (zeros.scatter(1, order, part.squeeze(-1)) for part in parts)
+    return advantage, target
 
 
 def token_advantage(
@@ -211,7 +217,7 @@ def token_advantage(
     gamma: float,
     lmbda: float,
     normalize: Normalize,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Advantage of each sampled token: its generalized advantage estimate, compared with all
     estimates of its group.
 
@@ -225,46 +231,55 @@ def token_advantage(
         normalize: returns the advantages, given estimates, their groups, and which are valid.
 
     Returns:
-        [M, T] float32, 0 outside the mask.
+        the advantages, [M, T] float32, and the targets of the values, [M, T]; 0 outside the mask.
     """
-    estimate = sampled_token_gae(reward, value, mask, gamma, lmbda)[mask]
+    estimate, target = sampled_token_gae(reward, value, mask, gamma, lmbda)
     groups = group.reshape(len(group), -1).expand_as(mask)[mask]
     advantage = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    advantage[mask] = normalize(estimate, groups, torch.ones_like(groups, dtype=torch.bool))
-    return advantage
+    advantage[mask] = normalize(estimate[mask], groups, torch.ones_like(groups, dtype=torch.bool))
+    return advantage, target
 
 
 def turn_advantage(
     reward: Tensor,
+    value: Tensor,
     mask: Tensor,
     group: Tensor,
     valid: Tensor,
     gamma: float,
+    lmbda: float,
     normalize: Normalize,
-) -> Tensor:
-    """Advantage of each turn, on all of its tokens: the turn's return, compared with the returns of
-    the group's other trajectories.
+) -> tuple[Tensor, Tensor]:
+    """Advantage of each turn, on all of its tokens: the generalized advantage estimate along turns,
+    which without values is the turn's return, compared with those of the group's other
+    trajectories.
 
     First turns are compared with first turns, second with second, as long as all valid trajectories
     of the group have that turn. Later turns are compared together with the last one that all have.
 
     Args:
         reward: [M, T] floating, of the tokens of each trajectory.
+        value: [M, T] of the same type, of the state that each token was sampled in. A turn's is
+            that of its first token.
         mask: [M, T] bool, the sampled tokens of valid trajectories; adjacent ones are one turn.
         group: [M] int64.
         valid: [M] bool.
         gamma: discount from one turn to the next.
-        normalize: returns the advantages, given returns, their groups, and which are valid.
+        lmbda: as in ``sampled_token_gae``.
+        normalize: returns the advantages, given estimates, their groups, and which are valid.
 
     Returns:
-        [M, T] float32, 0 outside the mask.
+        the advantages, [M, T] float32, and the targets of the values, [M, T], which all tokens of
+        a turn share; 0 outside the mask.
     """
     starts = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
     turn, num_turns = (starts.cumsum(1) - 1).clamp(min=0), starts.sum(1)
     numbers = torch.arange(max(1, int(num_turns.max())), device=group.device)
     exists = numbers < num_turns.unsqueeze(-1)
-    rewards = reward.new_zeros(exists.shape)
-    rewards = rewards.scatter_add(1, turn, torch.where(mask, reward, 0.0))
+    rewards, values = (
+        reward.new_zeros(exists.shape).scatter_add(1, turn, torch.where(where, part, 0.0))
+        for where, part in ((mask, reward), (starts, value))
+    )
     _, index = group.unique(return_inverse=True)
     # the turns that all valid trajectories have
     common = -_group_max(-num_turns.double(), index, valid)
@@ -272,16 +287,17 @@ def turn_advantage(
     compared = index.unsqueeze(-1) * len(numbers) + torch.minimum(numbers, last_common)
 
     # In float32, where returns that differ only in the order of their sums are equal.
-    advantage = token_advantage(
+    parts = token_advantage(
         rewards,
-        torch.zeros_like(rewards),
+        values,
         exists,
         compared,
         gamma,
-        1.0,
+        lmbda,
         lambda returns, *others: normalize(returns.float(), *others),
     )
-    return torch.where(mask, advantage.gather(1, turn), 0.0)
+    advantage, target = (torch.where(mask, part.gather(1, turn), 0.0) for part in parts)
+    return advantage, target
 
 
 def overlong_penalty(length: Tensor, longest: int, buffer: int) -> Tensor:

@@ -137,8 +137,12 @@ ADVANTAGE = "advantage"
 by ``GroupAdvantage``; read by the loss, metrics.
 """
 STATE_VALUE = "state_value"
-"""[T] float32. Value of the state in which each token was sampled; optional. Written by a critic of
-yours; read by ``GroupAdvantage``.
+"""[T] float32. Value of the state in which each token was sampled, before the batch's first step; only
+with a critic. Written by the trainer, or by a critic of yours; read by ``GroupAdvantage``, the loss.
+"""
+VALUE_TARGET = "value_target"
+"""[T] float32. What that value should be: the estimate of the advantage plus the value, 0 on tokens
+that were not sampled. Written by ``GroupAdvantage``; read by the loss.
 """
 PROX_LOG_PROBS = ("prox_log_probs", "full")
 """[T] float32. Log-probs of the proximal policy. Written by the trainer; read by the loss."""
@@ -175,6 +179,10 @@ loss.
 ENTROPY = ("entropy", "full")
 """[T] float32. Entropy of the policy that is trained, at each token. Written by ``TokenScorer``;
 read by the loss.
+"""
+VALUE = ("value", "full")
+"""[T] float32. Value of the state in which each token was sampled, by the critic that is trained.
+Written by ``TokenScorer``; read by the loss.
 """
 CENTERING = ("centering", "full")
 """[T] float32. Mean score of each sampled token's distribution, see

@@ -37,6 +37,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "policy.behaviour_weight=mask",
         "policy.rejection={token_ratio: 2, dppo_tv: 0.2}",
     ),
+    "ppo": ("algo=ppo", "policy.kl_coef=0.05", "train.mixed_precision=bf16"),
     "reinforce_pp": ("algo=reinforce_pp", "policy.kl_coef=0.05", "policy.kl_in_reward=true"),
     "gae": (
         "policy.advantage_level=token",

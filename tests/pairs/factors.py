@@ -22,6 +22,7 @@ _ALGORITHMS = [
     "sapo",
     "rloo",
     "reinforce_pp",
+    "ppo",
     "decoupled_ppo",
     "distill",
     "sft",
@@ -240,7 +241,8 @@ algo:sapo  loss:!preset
 mismatch:top_entropy,centered  proximal:interpolated
 mismatch:centered  proximal:recomputed steps:epochs,two engine:server sft:on teacher:reverse,top_k
 algo:distill  teacher:none dynamic:on reward:gdpo
-algo:reinforce_pp  reward:gdpo advantage:leave_one_out,length_weighted,second_best,nonzero
+algo:ppo  dynamic:on
+algo:reinforce_pp,ppo  reward:gdpo advantage:leave_one_out,length_weighted,second_best,nonzero
           credit:per_turn dialog:agent,compact,tree,dropped
 algo:rloo  reward:gdpo credit:per_turn
 dialog:agent,compact,tree,dropped  advantage:token sft:on check:exact
@@ -352,7 +354,7 @@ def overrides_of(options: Options, data: str, server: str) -> list[str]:
     values = {factor: list(FACTORS[factor][name]) for factor, name in options.items()}
     reward, *combination = values.pop("reward")
     algo = options["algo"]
-    preset_in_reward = options["algo"] in ("rloo", "reinforce_pp")
+    preset_in_reward = options["algo"] in ("rloo", "reinforce_pp", "ppo")
     texts = [*values.pop("algo"), *(text for own in values.values() for text in own), *combination]
     if algo == "distill":
         texts = [text for text in texts if not text.startswith("policy.teacher_coef")]

@@ -437,8 +437,10 @@ def test_estimates_by_hand_skip_what_was_not_sampled():
     reward = torch.tensor([[1.0, 9, 3, 9]]).double()
     value = torch.tensor([[2.0, math.nan, 4, 9]]).double()
     mask = torch.tensor([[True, False, True, False]])
-    assert sampled_token_gae(reward, value, mask, 0.5, 0.5).tolist() == [[0.75, 0, -1, 0]]
-    assert sampled_token_gae(reward[:0], value[:0], mask[:0], 0.5, 0.5).shape == (0, 4)
+    advantage, target = sampled_token_gae(reward, value, mask, 0.5, 0.5)
+    assert advantage.tolist() == [[0.75, 0, -1, 0]] and target.tolist() == [[2.75, 0, 3, 0]]
+    assert sampled_token_gae(reward[:0], value[:0], mask[:0], 0.5, 0.5)[0].shape == (0, 4)
+    assert not sampled_token_gae(reward, value, mask & False, 0.5, 0.5)[0].any()
 
 
 def test_reinforce_pp_by_hand():

@@ -500,9 +500,9 @@ def test_values_out_of_range_are_refused(
 
 
 PRESETS = sorted(path.stem for path in (ROOT / "config" / "algo").glob("*.yaml"))
-ELSEWHERE = ("sft", "distill", "gmpo", "vespo", "clip_cov", "kl_cov")
-"""Presets whose formula is in test_sft.py, test_teacher.py, test_sequence_losses.py (whole sequences)
-or test_token_roles.py (tokens selected from a batch)."""
+ELSEWHERE = ("sft", "distill", "gmpo", "vespo", "clip_cov", "kl_cov", "ppo")
+"""Presets whose formula is in test_sft.py, test_teacher.py, test_sequence_losses.py (whole sequences),
+test_token_roles.py (tokens selected from a batch) or test_critic.py."""
 
 
 def build_preset(name: str, tmp_path: Path) -> Run:
@@ -522,9 +522,11 @@ def test_what_a_preset_has_beside_its_loss(name: str, tmp_path: Path) -> None:
     run = build_preset(name, tmp_path)
     run.close()
     transforms = dict(run.learner.transforms)
-    baseline = ("none", "none") if name in ("sft", "distill") else ("group", "group")
+    others = {"sft": "none", "distill": "none", "ppo": "batch"}
+    baseline = (others.get(name, "group"),) * 2
     assert (transforms["advantage"].mean, transforms["advantage"].std) == baseline
-    assert ("shaping" in transforms) == (name == "dapo")
+    assert ("shaping" in transforms) == (name in ("dapo", "ppo"))
+    assert ("values" in transforms) == (name == "ppo")
     # Ten rollouts of 16 dialogs are 40 groups of 4.
     assert run.rollouts.tasks._most_played == (40 if name == "dapo" else None)
 

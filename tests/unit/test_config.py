@@ -91,7 +91,7 @@ MISTAKES = {
     "train_model.devices=[a]": r"train_model\.devices=a must have the type list\[int\] \| None",
     "policy.loss=my.Loss": r"must be a node with _target_: use policy\.loss\._target_=my\.Loss",
     "policy.loss=null": r"policy\.loss=None must be a node .*: use policy\.loss\._target_=torchrl_grpo",
-    "lr=1e-4": r"lr=1e-4 names .* that does not exist: did you mean optimizer\.lr\?",
+    "lr=1e-4": r"lr=1e-4 names .* that does not exist: did you mean optimizer\.lr or critic\.lr\?",
     "policy.beta=0.1": r"policy\.beta=0\.1 names .*: did you mean policy\.kl_coef\?",
     "num_generations=8": r"num_generations=8 names .*: did you mean env\.repeats\?",
     "train.max_steps=9": r"train\.max_steps=9 names .*: did you mean train\.total_steps or env\.max_steps\?",

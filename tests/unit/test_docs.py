@@ -166,7 +166,7 @@ def test_the_table_of_keys_says_who_writes_and_reads_them() -> None:
         new = {key for key in batch.keys(include_nested=True) if key in rows} - before
         name = type(transform).__name__
         listed = {key for key, row in rows.items() if row.written_by == f"``{name}``"}
-        assert new == listed - {keys.TEACHER_LOG_PROBS}, name
+        assert new == listed - {keys.TEACHER_LOG_PROBS, keys.VALUE_TARGET}, name
         before |= new
     for key in GRPOLoss(scorer, kl_to_ref_coeff=0.1).required_in_keys:
         assert "the loss" in rows[key].read_by, key

@@ -44,6 +44,7 @@ from torchrl_grpo.models.sharding import (
     shard_model,
 )
 from torchrl_grpo.objectives import DemonstrationLoss, GRPOLoss
+from torchrl_grpo.transforms import GroupAdvantage
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.teacher import TeacherStates
 from torchrl_grpo.weights import ObjectSender
@@ -68,6 +69,7 @@ def make_trainer(
     dtype: torch.dtype = torch.float32,
     param_dtype: torch.dtype | None = None,
     loss: Callable[[TokenScorer], GRPOLoss] | None = None,
+    critic: bool = False,
     **settings: Any,
 ) -> PolicyTrainer:
     with CPU if mesh is None else loading_device(mesh):
@@ -83,6 +85,9 @@ def make_trainer(
     if checkpointing:
         loading.enable_gradient_checkpointing(model)
     scorer = TokenScorer(model)
+    if critic:
+        scorer.add_critic()
+        loss = functools.partial(GRPOLoss, value_coeff=0.5, value_clip=0.2)
     if mesh is not None:
         shard_model(model, mesh, param_dtype=param_dtype)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -141,6 +146,36 @@ def taught(mesh: DeviceMesh | None, loss: Callable[[TokenScorer], GRPOLoss]) -> 
     start = weights(trainer)
     metrics = [trainer.train_batch(batch) for _ in range(2)]
     return {"start": start, "metrics": metrics, "weights": weights(trainer)}
+
+
+def criticized(mesh: DeviceMesh | None, **settings: Any) -> dict[str, Any]:
+    """Train three steps of PPO with a critic; return its values before each step and its weights."""
+    trainer = make_trainer(mesh, critic=True, **settings)
+    batch = make_batch(LENGTHS, spread=0.3, repeats=3)
+    generator = torch.Generator().manual_seed(2)
+    for number, row in enumerate(batch.unbind(0)):
+        row.set(keys.TOKEN_REWARD, torch.randn(len(row[keys.FULL]), generator=generator))
+        row.set(keys.GROUP_ID, torch.tensor([number]))
+    advantage = GroupAdvantage(1, level="token", mean="batch", std="batch", lmbda=0.9)
+    metrics, values = [], {}
+    for step in range(3):
+        batch = advantage(trainer.score(batch))
+        for number, row in enumerate(batch.unbind(0)):
+            values[f"{step}/{number}"] = row[keys.STATE_VALUE].clone()
+        metrics.append(trainer.train_batch(batch))
+    return {
+        "values": values,
+        "metrics": metrics,
+        "weights": weights(trainer) | critic_of(trainer),
+        "sent": [name for name, _ in trainer.weights()],
+    }
+
+
+def critic_of(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    """Return the whole weights of a critic."""
+    named = loading.base_model_of(trainer.model).critic.named_parameters()
+    whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in named}
+    return {f"critic.{name}": weight.detach().clone() for name, weight in whole.items()}
 
 
 def likely_tokens_of_a_teacher(mesh: DeviceMesh | None, **settings: Any) -> dict[str, Any]:
@@ -361,6 +396,8 @@ COMPARED: dict[str, Callable[[DeviceMesh | None], Any]] = {
     "policy_first": functools.partial(scored_first, lora=False),
     "policy_first_float64": functools.partial(scored_first, lora=False, dtype=torch.float64),
     "adapters_off_shared": functools.partial(scored_first, lora=True),
+    "critic": functools.partial(criticized, dtype=torch.float64),
+    "critic_lora": functools.partial(criticized, lora=True, dtype=torch.float64),
     "average": functools.partial(averaged, dtype=torch.float64),
     "average_lora": functools.partial(averaged, lora=True, dtype=torch.float64),
 }
@@ -372,16 +409,17 @@ def save_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[s
 
     The reference is an average of the weights, which is part of the checkpoint.
     """
-    trainer = with_average(make_trainer(mesh, lora=lora))
+    trainer = with_average(make_trainer(mesh, lora=lora, critic=True))
     for _ in range(2):
         trainer.train_batch(of_average(trainer))
     writer = CheckpointWriter()
     trained = threading.Event()
     writer._thread.submit(trained.wait)
     writer.start(Checkpointer(path, {}), trainer, {})
-    at_save = weights(trainer)
+    at_save = weights(trainer) | critic_of(trainer)
     metrics = trainer.train_batch(of_average(trainer))
-    out = {"at_save": at_save, "metrics": metrics, "weights": weights(trainer)}
+    after = weights(trainer) | critic_of(trainer)
+    out = {"at_save": at_save, "metrics": metrics, "weights": after}
     trained.set()
     writer.finish()
     return out
@@ -394,7 +432,9 @@ def with_average(trainer: PolicyTrainer) -> PolicyTrainer:
 
 def of_average(trainer: PolicyTrainer) -> TensorDictBase:
     batch = make_batch(LENGTHS, spread=0.3).exclude(keys.REF_LOG_PROBS)
-    return KLScoring(trainer.averages["reference"])(batch)
+    for row in batch.unbind(0):
+        row.set(keys.VALUE_TARGET, row[keys.ASSISTANT_MASK].float())
+    return KLScoring(trainer.averages["reference"])(trainer.score(batch))
 
 
 def saved_in(folder: Path) -> Path:
@@ -403,14 +443,14 @@ def saved_in(folder: Path) -> Path:
 
 def load_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[str, Any]:
     """Repeat the third step of ``save_and_go_on`` with a new trainer."""
-    trainer = with_average(make_trainer(mesh, lora=lora))
+    trainer = with_average(make_trainer(mesh, lora=lora, critic=True))
     trainer.load_state_dict(read_checkpoint(saved_in(path))["trainer"], saved_in(path))
-    at_save = weights(trainer)
+    at_save = weights(trainer) | critic_of(trainer)
     metrics = trainer.train_batch(of_average(trainer))
     return {
         "at_save": at_save,
         "metrics": metrics,
-        "weights": weights(trainer),
+        "weights": weights(trainer) | critic_of(trainer),
         "version": trainer.version,
     }
 
@@ -647,6 +687,21 @@ def test_a_teacher_and_demonstrations_on_two_ranks_are_those_of_one(
         ) in metrics
         for key in metrics.keys() - OF_THE_SPLIT:
             assert step[key] == pytest.approx(metrics[key], rel=1e-6, abs=1e-6), key
+
+
+@pytest.mark.parametrize("name", ["critic", "critic_lora"])
+def test_a_critic_on_two_ranks_is_that_of_one_process(
+    name: str, two: list[dict[str, Any]], single: dict[str, Any]
+) -> None:
+    expected = single[name]
+    for rank in two:
+        assert worst(rank[name]["values"], expected["values"]) < 1e-6
+        assert rank[name]["sent"] == expected["sent"] == [*single["full"]["start"]]
+    assert distance(two[0][name]["weights"], expected["weights"]) < 1e-8
+    assert expected["values"]["2/0"].abs().max() > 1e-3
+    for step, metrics in zip(two[0][name]["metrics"], expected["metrics"], strict=True):
+        for key in metrics.keys() - OF_THE_SPLIT:
+            assert step[key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-6), key
 
 
 @pytest.mark.parametrize("name", ["average", "average_lora"])

@@ -89,6 +89,10 @@ def rows_of(form: str) -> tuple[Tensor, list[TensorDict]]:
         row[keys.REWARD_VALID] = torch.tensor([form != "invalid" or number not in (1, 3)])
         row[keys.TEACHER_VALID] = torch.tensor([number != 1])
         row[keys.IS_DEMONSTRATION] = torch.tensor([number == 4])
+        values = torch.Generator().manual_seed(number)
+        for key in (keys.VALUE, keys.STATE_VALUE, keys.VALUE_TARGET):
+            noise = torch.randn(len(mask), generator=values, dtype=torch.float64)
+            row[key] = torch.where(mask, noise, 0.0)
         if form == "samples":
             row[keys.TRAJECTORY] = torch.tensor([number // 2])
         if form == "token":

@@ -207,14 +207,14 @@ def test_no_time_passes_on_tokens_that_were_not_sampled(
 ) -> None:
     """Tokens of the environment between two sampled ones change no estimate, whatever their values."""
     reward, value = filled(mask, data), filled(mask, data)
-    got = F.sampled_token_gae(reward, value, mask, gamma, lmbda)
+    got, _ = F.sampled_token_gae(reward, value, mask, gamma, lmbda)
     at = data.draw(st.integers(0, mask.shape[1]))
     wide = torch.cat([mask[:, :at], torch.zeros(len(mask), gap, dtype=torch.bool), mask[:, at:]], 1)
     junk_reward, junk_value = (
         torch.full(wide.shape, math.nan, dtype=torch.float64) for _ in range(2)
     )
     junk_reward[wide], junk_value[wide] = reward[mask], value[mask]
-    again = F.sampled_token_gae(junk_reward, junk_value, wide, gamma, lmbda)
+    again, _ = F.sampled_token_gae(junk_reward, junk_value, wide, gamma, lmbda)
     torch.testing.assert_close(again[wide], got[mask], rtol=1e-12, atol=1e-12)
     assert (got[~mask] == 0).all() and (again[~wide] == 0).all()
 
@@ -224,7 +224,7 @@ def test_undiscounted_without_values_the_estimate_is_the_reward_to_come(
     mask: Tensor, data: Any
 ) -> None:
     reward = filled(mask, data)
-    got = F.sampled_token_gae(reward, torch.zeros_like(reward), mask, 1.0, 1.0)
+    got, _ = F.sampled_token_gae(reward, torch.zeros_like(reward), mask, 1.0, 1.0)
     inside = torch.where(mask, reward, 0.0)
     to_come = torch.where(mask, inside.flip(-1).cumsum(-1).flip(-1), 0.0)
     torch.testing.assert_close(got, to_come, rtol=1e-9, atol=1e-9)

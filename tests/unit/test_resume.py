@@ -41,6 +41,7 @@ FULL = (
     "train.epochs=2",
 )
 
+CRITIC = ("algo=ppo", "critic.lr=1e-2", "train.optim_batch_size=8", "train.epochs=2")
 AVERAGES = (
     "ref_model.refresh_every=2",
     "ref_model.decay=0.6",
@@ -89,6 +90,13 @@ def averages_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def critic_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("critic")
+    run(folder, *CRITIC, steps(6), "train.checkpoint_frequency=3")
+    return folder
+
+
+@pytest.fixture(scope="module")
 def lora_averages_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora_averages")
     run(folder, *LORA, *AVERAGES, steps(6), "train.checkpoint_frequency=3")
@@ -101,6 +109,7 @@ def lora_averages_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         "full",
         "lora_averages",
+        "critic",
         *(
             pytest.param(kind, marks=pytest.mark.nightly)
             for kind in ("lora", "adamw_8bit", "averages")
@@ -117,6 +126,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(
         "adamw_8bit": (ADAMW_8BIT,),
         "averages": AVERAGES,
         "lora_averages": (*LORA, *AVERAGES),
+        "critic": CRITIC,
     }[kind]
     rows = run(tmp_path, *options, steps(6), f"train.resume={at(whole, 3)}")
     assert f"Resuming after step 3 from {at(whole, 3)}" in capsys.readouterr().out.replace("\n", "")

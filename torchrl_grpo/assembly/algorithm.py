@@ -65,6 +65,8 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
         entropy_coeff=policy.entropy_coef,
         teacher_coeff=config.teacher_in_loss,
         sft_coeff=policy.sft_coef,
+        value_coeff=policy.value_coef,
+        value_clip=policy.value_clip,
         **{name: getattr(policy, name) for name in _SAME_NAMES},
     )
     if type(loss) is GRPOLoss and (bounds := {"low", "high"} & {*policy.loss}):

@@ -57,6 +57,7 @@ from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.teacher import TeacherScoring, TeacherStates
 from torchrl_grpo.weights import Transfer, make_sender
+from torchrl_grpo.weights.named import is_critic
 
 
 def make_learner(
@@ -85,7 +86,9 @@ def make_learner(
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     trainer = make_trainer(context, device, mesh)
-    transforms = batch_transforms(config, context.task.part_weights)
+    transforms: list[Any] = batch_transforms(config, context.task.part_weights)
+    if config.policy.value_coef:
+        transforms.insert(0, ("values", trainer.score))
     if config.learner_scores:
         scorer: TokenScorer
         if "reference" in trainer.averages:
@@ -133,6 +136,8 @@ def make_trainer(
     prompt = context.train_env.prompts.first_with_images()
     if prompt is not None and scorer.base.device.type != "meta":
         check_images(scorer, prompt)
+    if config.policy.value_coef:
+        scorer.add_critic()
     if mesh is not None:
         shard_model(model, mesh, param_dtype=_autocast_dtype(config), cpu_offload=train.cpu_offload)
     if config.teacher_in_loss:
@@ -140,13 +145,16 @@ def make_trainer(
     loss = make_loss(config, scorer)
     for name, buffer in loss.named_buffers(recurse=False):  # the model is already on its device
         setattr(loss, name, buffer.to(device))
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     optimizer = make_optimizer(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        [weight for name, weight in trained.items() if not is_critic(name)],
         settings.name,  # type: ignore[arg-type]
         lr=settings.lr,
         weight_decay=settings.weight_decay,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
+        critic=[weight for name, weight in trained.items() if is_critic(name)],
+        critic_lr=config.critic.lr,
     )
     factor = partial(
         learning_rate_factor,

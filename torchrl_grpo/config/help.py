@@ -12,7 +12,7 @@ GRPO: reinforcement learning of a language model. Set keys as KEY=VALUE.
                                  grpo_math_7b, grpo_shapes_qwen2_5_vl, grpo_gsm8k_agent
   algo=NAME                      objective of a published algorithm: grpo, dapo, dr_grpo, gspo,
                                  gspo_token, cispo, sapo, gmpo, gpg, vespo, luspo, rloo,
-                                 reinforce_pp, opo, max_rl, pass_at_k, clip_cov, kl_cov,
+                                 reinforce_pp, ppo, opo, max_rl, pass_at_k, clip_cov, kl_cov,
                                  decoupled_ppo, dppo_tv, geo_mask, icepop, distill, sft
                                  (docs/algorithms.md)
   dry_run=true                   only check the run: mistakes, time, disk and memory

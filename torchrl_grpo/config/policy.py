@@ -49,7 +49,8 @@ class PolicyConfig:
     gae_gamma: float = limited(1.0, gt=0, le=1)
     """advantage_level=token, turn_credit=per_turn: discount of later rewards, in (0, 1]."""
     gae_lambda: float = limited(1.0, ge=0, le=1)
-    """advantage_level=token: lambda of GAE (arXiv 1506.02438), in [0, 1]."""
+    """advantage_level=token, turn_credit=per_turn with a critic: lambda of GAE (arXiv 1506.02438), in
+    [0, 1]."""
     reward_scale: float = limited(1.0, gt=0)
     """Factor of the reward before the advantage; logged rewards stay the task's."""
     reward_bias: float = limited(0.0, ge=-1e6, le=1e6)
@@ -130,6 +131,12 @@ class PolicyConfig:
     """entropy_target: how much entropy_coef changes with each optimizer step."""
     entropy_coef_max: float = limited(1.0, gt=0)
     """entropy_target: largest entropy_coef."""
+    value_coef: float = limited(0.0, ge=0)
+    """Weight of the critic's value loss; 0 has no critic. Its values are the baseline of GAE, over
+    tokens or turns."""
+    value_clip: float | None = limited(None, gt=0)
+    """How far a value may move from what it was before the batch's first step, above 0 (arXiv
+    1707.06347); null is unbounded."""
     demonstrations: bool = False
     """Whether the responses are read from the data (env.columns.completion or messages) in place of
     being sampled, each with an advantage of 1; env.repeats is then 1."""
@@ -231,7 +238,12 @@ RULES = (
             "a group whose rewards are all equal still has a signal there",
             key,
         )
-        for key in ("policy.teacher_coef", "policy.turn_credit", "policy.sft_coef")
+        for key in (
+            "policy.teacher_coef",
+            "policy.turn_credit",
+            "policy.sft_coef",
+            "policy.value_coef",
+        )
     ),
     Rule(
         "policy.score_centering",
@@ -248,7 +260,13 @@ UNREAD = (
         "policy.gae_gamma",
         unless=lambda c: c.advantage_level == "turn",
     ),
-    *read_with("policy.advantage_level", ("token",), "token", "policy.gae_lambda"),
+    *read_with(
+        "policy.advantage_level",
+        ("token",),
+        "token",
+        "policy.gae_lambda",
+        unless=lambda c: c.advantage_level == "turn" and c.policy.value_coef,
+    ),
     *read_with(
         "policy.behaviour_weight",
         ("truncate", "mask"),

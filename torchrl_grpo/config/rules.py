@@ -29,6 +29,7 @@ from torchrl_grpo.checks import (
     did_you_mean,
 )
 from torchrl_grpo.config import (
+    critic,
     engine,
     env,
     measuring,
@@ -257,6 +258,7 @@ RULES = (
     *train.RULES,
     *measuring.RULES,
     *policy.RULES,
+    *critic.RULES,
     *teacher.RULES,
     *reference.RULES,
     *model.RULES,
@@ -305,6 +307,7 @@ RULES = (
             "policy.advantage_whiten",
             "policy.advantage_level",
             "policy.turn_credit",
+            "policy.value_coef",
             "policy.reward_scale",
             "policy.reward_bias",
             "policy.reward_clip",
@@ -372,6 +375,7 @@ UNREAD_RULES = (
     *engine.UNREAD,
     *env.UNREAD,
     *policy.UNREAD,
+    *critic.UNREAD,
     *measuring.UNREAD,
     *model.UNREAD,
     *read_with(

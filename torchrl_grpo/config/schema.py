@@ -9,6 +9,7 @@ from typing import Any
 
 from torchrl_grpo import checks
 from torchrl_grpo.checks import check_clip_epsilon
+from torchrl_grpo.config.critic import CriticConfig
 from torchrl_grpo.config.data import DatasetConfig
 from torchrl_grpo.config.engine import InferenceModelConfig
 from torchrl_grpo.config.env import EnvConfig
@@ -62,6 +63,7 @@ class GRPOConfig:
     teacher.num_devices."""
     env: EnvConfig = field(default_factory=EnvConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

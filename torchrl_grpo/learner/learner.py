@@ -5,14 +5,13 @@ actor wraps it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch.profiler import record_function
-from torchrl.envs import Transform
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
@@ -43,7 +42,7 @@ class Learner:
     Args:
         trainer: trains the batch or, with a sharded model, its rank's share of it.
         transforms: transforms of the whole batch before training, by name: reference scoring (LoRA,
-            or a sharded reference model), reward shaping, advantage. The name appears in
+            or a sharded reference model), values, reward shaping, advantage. The name appears in
             ``time/{name}_s``.
         sender: sends the weights to the engines.
         tokenizer: decodes the tokens in ``samples``; None leaves them out.
@@ -55,7 +54,7 @@ class Learner:
     def __init__(
         self,
         trainer: PolicyTrainer,
-        transforms: Sequence[tuple[str, Transform]],
+        transforms: Sequence[tuple[str, Callable[[TensorDictBase], TensorDictBase]]],
         sender: Sender,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,

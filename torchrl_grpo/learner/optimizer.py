@@ -21,6 +21,8 @@ def make_optimizer(
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
+    critic: Sequence[Parameter] = (),
+    critic_lr: float = 0.0,
 ) -> torch.optim.Optimizer:
     """Make AdamW (arXiv 1711.05101), without weight decay for norms and biases.
 
@@ -34,12 +36,17 @@ def make_optimizer(
         weight_decay: decoupled weight decay of matrices.
         betas: decay rates of the two moments.
         eps: term added to the denominator.
+        critic: further parameters, in groups of their own.
+        critic_lr: their learning rate.
     """
-    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
     groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in part if (parameter.ndim > 1) == is_matrix],
+            "lr": rate,
+            "weight_decay": weight_decay * is_matrix,
+        }
+        for part, rate in ((parameters, lr), (critic, critic_lr))
+        for is_matrix in (True, False)
     ]
     groups = [group for group in groups if group["params"]]
     if name == "adamw":

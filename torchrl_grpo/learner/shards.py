@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrl_grpo.models.sharding import WEIGHTS, load_parts, own_parts
-from torchrl_grpo.weights.named import TensorStream
+from torchrl_grpo.weights.named import TensorStream, is_critic
 
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
 _FILE_BYTES = 1 << 29
@@ -76,7 +76,7 @@ def read_parts(
     Args:
         folder: checkpoint of any number of ranks.
         model: a model, sharded or not.
-        optimizer: the model's optimizer; None skips its state.
+        optimizer: the model's optimizer; None skips its state, and a critic.
         rest: the optimizer's state without tensors, from ``own_parts``; empty if the optimizer had
             made no step.
         further: tensors to read in addition, by their names in the checkpoint.
@@ -98,7 +98,8 @@ def read_parts(
     saved = {
         name: tuple(tensor.size)
         for name, tensor in metadata.items()
-        if optimizer is not None or name.startswith(WEIGHTS)
+        if optimizer is not None
+        or (name.startswith(WEIGHTS) and not is_critic(name.removeprefix(WEIGHTS)))
     }
     needed = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if saved != needed:

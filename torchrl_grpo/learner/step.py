@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from torchrl import torchrl_logger
 
@@ -46,7 +46,7 @@ from torchrl_grpo.models.sharding import (
 from torchrl_grpo.objectives.output import LARGEST_RATIO, TORCHRL_METRICS, accumulate
 from torchrl_grpo.objectives.parts import Entropy, Term
 from torchrl_grpo.objectives.policy_loss import PolicyLoss
-from torchrl_grpo.transforms.kl_scoring import EntropyScoring, KLScoring
+from torchrl_grpo.transforms.kl_scoring import PolicyScoring
 from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
 
 
@@ -171,9 +171,9 @@ class PolicyTrainer:
         parts = self._optim_batches(batch)
         self.scores.begin_batch(len(batch))
         try:
-            if self.loss.off_policy.proximal == "recomputed":
-                # With the parts and passes of the step, so that the rounding is the same.
-                parts = [self._with_proximal_log_probs(part) for part in parts]
+            scores = self._scores_before
+            if scores and "value" not in scores:
+                parts = [self._scored(part.exclude(*scores.values())) for part in parts]
             steps = [self.train_step(part) for _ in range(self.epochs) for part in parts]
         except torch.OutOfMemoryError as error:
             raise load_extra("explain_step_memory")(self, error) from error
@@ -224,8 +224,30 @@ class PolicyTrainer:
         """The term of the loss with the entropy bonus."""
         return next(term for term in self.loss.terms if isinstance(term, Entropy))
 
-    def _with_proximal_log_probs(self, batch: TensorDictBase) -> TensorDictBase:
-        """Add the policy's current log-probs to a batch, before its first step on it."""
+    @property
+    def _scores_before(self) -> dict[str, NestedKey]:
+        """Keys of the scores, by name, that the loss reads from before the batch's first step."""
+        names = self.loss.tensor_keys
+        scores = {
+            "log_prob": names.prox_log_prob,
+            "entropy": names.prox_entropy,
+            "value": names.state_value,
+        }
+        needed = self.loss.required_in_keys
+        return {name: key for name, key in scores.items() if key in needed}
+
+    def score(self, batch: TensorDictBase) -> TensorDictBase:
+        """Write what a loss with a critic reads from before the batch's first step into a ragged
+        batch [N], in place: the values, from which the advantages are made, and what else it
+        needs. ``train_batch`` adds what a loss without a critic needs.
+        """
+        # With the parts and passes of the step, so that the rounding is the same.
+        for part in self._optim_batches(batch):
+            self._scored(part)
+        return batch
+
+    def _scored(self, batch: TensorDictBase) -> TensorDictBase:
+        """Add the policy's current scores to a batch, before its first step on it."""
         scorer = self.loss.actor_network
         if not isinstance(scorer, TokenScorer):
             raise TypeError(
@@ -233,18 +255,15 @@ class PolicyTrainer:
                 f"{type(scorer).__name__}: write {self.loss.tensor_keys.prox_log_prob} into the "
                 "batch and call train_step."
             )
-        out_key = self.loss.tensor_keys.prox_log_prob
-        entropies = self.loss.tensor_keys.prox_entropy in self.loss.required_in_keys
-        kind = EntropyScoring if entropies else KLScoring
-        scoring = kind(
+        scoring = PolicyScoring(
             scorer,
+            self._scores_before,
             max_tokens=self.micro_batch_tokens,
             autocast_dtype=self.autocast_dtype,
-            out_key=out_key,
             tokens_key=self.loss.tensor_keys.action,
             mask_key=self.loss.tensor_keys.mask,
         )
-        return scoring(batch.exclude(out_key))
+        return scoring(batch)
 
     def train_step(self, batch: TensorDictBase) -> dict[str, float]:
         """Make one optimizer step of an optimization batch [n], ragged or padded.

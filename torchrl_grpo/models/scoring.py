@@ -49,6 +49,7 @@ from torchrl_grpo.models.recurrent import pack_recurrent
 from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.segments import send
 from torchrl_grpo.models.sharding import call_gathered, compute_device, local_part, mesh_of
+from torchrl_grpo.weights.named import CRITIC, is_critic
 
 if TYPE_CHECKING:
     from torchrl.modules.llm import LLMWrapperBase
@@ -126,6 +127,7 @@ class TokenScorer(TensorDictModuleBase):
         check_adapters(model)
         self.model: Any = model
         self.teacher: Teacher | None = None
+        self.critic: nn.Linear | None = None
         self.temperature = temperature
         self.max_chunk_elements = max_chunk_elements
         self._image_features = None if family_of(base.config) is None else ImageFeatures(base)
@@ -143,6 +145,21 @@ class TokenScorer(TensorDictModuleBase):
         self.teacher = teacher
         self.in_keys = [*self.in_keys, keys.TEACHER_STATES]
         self.out_keys = [*self.out_keys, keys.DIVERGENCE]
+
+    def add_critic(self) -> None:
+        """Write the value of the state before each token too, in all later calls: a linear head on the
+        model's last states, at first 0.
+
+        The head is a module ``critic`` of the model, so that it is trained, sharded and saved with
+        the model; it is no part of ``named_weights``. Call this before ``shard_model``.
+        """
+        head = self.base.get_output_embeddings()
+        trained = next(p for p in self.model.parameters() if p.requires_grad)
+        self.critic = nn.Linear(head.in_features, 1, device=head.weight.device, dtype=trained.dtype)
+        for parameter in self.critic.parameters():
+            nn.init.zeros_(parameter)
+        self.base.add_module(CRITIC, self.critic)
+        self.out_keys = [*self.out_keys, keys.VALUE]
 
     def packs(self, longest: int, images: Sequence[Spans] | None = None) -> bool:
         """Whether sequences of at most ``longest`` tokens are packed: without padding, and each prefix
@@ -223,6 +240,7 @@ class TokenScorer(TensorDictModuleBase):
         *,
         center: Centering | None = None,
         teacher: Teacher | None = None,
+        value: bool = False,
     ) -> dict[str, Tensor]:
         """Score the S scored tokens of sequences.
 
@@ -235,6 +253,7 @@ class TokenScorer(TensorDictModuleBase):
                 ``KEPT`` and ``KEPT_LOG_PROBS``, [S, K].
             teacher: that ``"divergence"`` is from; ``values`` then has its ``TEACHER_STATES``,
                 [S, E].
+            value: computes ``"value"``, by the critic.
 
         Returns:
             ``"log_prob"`` and ``"entropy"``, and what is asked for, [S] float32 each, on the
@@ -247,7 +266,7 @@ class TokenScorer(TensorDictModuleBase):
         names += [keys.TEACHER_STATES] if teacher is not None else []
         read = {name: send(values[name], layout.targets.device) for name in names}
         with self.for_passes():
-            scores = call_gathered(self.model, self._score, layout, read, center, teacher)
+            scores = call_gathered(self.model, self._score, layout, read, center, teacher, value)
         return {name: _without_first(layout, value) for name, value in scores.items()}
 
     def teacher_states(self, layout: Layout, top_k: int | None = None) -> Tensor:
@@ -278,6 +297,7 @@ class TokenScorer(TensorDictModuleBase):
         values: Mapping[NestedKey, Tensor],
         center: Centering | None,
         teacher: Teacher | None,
+        value: bool,
     ) -> dict[str, Tensor]:
         """Do ``score_rows`` with the LM head gathered."""
         hidden_ND, weight = self._hidden(layout)
@@ -302,6 +322,11 @@ class TokenScorer(TensorDictModuleBase):
             out["divergence"] = chunked_divergence(
                 hidden_ND, weight, states, teacher, bias_V=bias, **options
             )
+        if value and self.critic is not None:
+            # In float32 or wider, which a linear layer would not be within autocast.
+            wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+            product = hidden_ND.to(wide) * self.critic.weight
+            out["value"] = product.sum(-1) + self.critic.bias
         return out
 
     def _hidden(self, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -340,7 +365,9 @@ class TokenScorer(TensorDictModuleBase):
         if is_of_wrapper(tensordict):
             tensordict = sequences_of(tensordict)
         rows = Rows.read(tensordict, (keys.KEPT, keys.TEACHER_STATES))
-        scores = self.score_rows(self.layout(rows), rows.values, teacher=self.teacher)
+        scores = self.score_rows(
+            self.layout(rows), rows.values, teacher=self.teacher, value=self.critic is not None
+        )
         ragged = isinstance(tensordict, LazyStackedTensorDict)
         width = None if ragged else tensordict.get(keys.FULL).shape[1]
         for name, value in scores.items():
@@ -352,6 +379,7 @@ _OUT_KEYS: dict[str, NestedKey] = {
     "log_prob": keys.CUR_LOG_PROBS,
     "entropy": keys.ENTROPY,
     "divergence": keys.DIVERGENCE,
+    "value": keys.VALUE,
 }
 
 
@@ -614,7 +642,11 @@ class AverageScorer(TokenScorer):
         super().__init__(model, temperature=temperature)
         self.decay = decay
         self.every = every
-        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._trained = {
+            name: p
+            for name, p in model.named_parameters()
+            if p.requires_grad and not is_critic(name)
+        }
         self.average = {name: p.detach().clone() for name, p in self._trained.items()}
         self._is_swapped = False
 

@@ -30,6 +30,7 @@ from torchrl_grpo.objectives.parts import (
     Surrogate,
     TopEntropy,
     Valid,
+    Value,
 )
 from torchrl_grpo.objectives.policy_loss import PolicyLoss
 
@@ -64,8 +65,8 @@ class GRPOLoss(PolicyLoss):
     then over sequences. The arguments turn it into its relatives: Dr. GRPO
     (``aggregation="constant"`` with ``constant_length``), DAPO (``aggregation="token_mean"``,
     ``clip_epsilon=(0.2, 0.28)``), GSPO (``ratio_level="sequence"``). Another ``objective`` makes
-    another algorithm. ``loss_kl_to_ref``, ``loss_kl_to_inference``, ``loss_entropy``, ``loss_teacher``
-    and ``loss_sft`` exist when their coefficient is not 0. Only entries named ``loss_*`` belong to
+    another algorithm. ``loss_kl_to_ref``, ``loss_kl_to_inference``, ``loss_entropy``, ``loss_teacher``,
+    ``loss_value`` and ``loss_sft`` exist when their coefficient is not 0. Only entries named ``loss_*`` belong to
     the loss: add those up, and never average over the whole output. Everything else is a detached
     metric.
 
@@ -138,6 +139,9 @@ class GRPOLoss(PolicyLoss):
         sft_coeff: weight of minus the log-likelihood of the demonstrations in the batch, the mean
             over their masked tokens (``DemonstrationLoss`` with ``aggregation="token_mean"``); 0
             needs none.
+        value_coeff: weight of the critic's value loss (``TokenScorer.add_critic``); 0 needs none.
+        value_clip: how far a value may move from the one before the batch's first step; None is
+            unbounded.
         device: device of the loss's buffers; by default, the device on which the model computes.
 
     Input keys (``set_keys`` renames them; ``in_keys`` has all that ``forward`` may read, and
@@ -147,8 +151,9 @@ class GRPOLoss(PolicyLoss):
     policy sampled), ``cur_log_prob`` and ``entropy`` as above; ``prox_log_prob`` [B, T],
     ``prox_entropy`` [B, T], ``staleness`` [B, 1] or [B, T] and ``truncated`` [B, 1] bool if an
     argument requires them,
-    ``divergence`` [B, T] with a ``teacher_coeff``, and ``is_demonstration`` [B, 1] bool with an
-    ``sft_coeff``: its rows count only in ``loss_sft``. Rows with the same ``"trajectory"`` [B, 1]
+    ``divergence`` [B, T] with a ``teacher_coeff``, ``value``, ``state_value`` and ``value_target``
+    [B, T] with a ``value_coeff``, and ``is_demonstration`` [B, 1] bool with an ``sft_coeff``: its
+    rows count only in ``loss_sft``. Rows with the same ``"trajectory"`` [B, 1]
     int64 are samples of one trajectory, which counts as one sequence. If the batch has
     ``reward_valid`` [B, 1] bool, sequences marked False are ignored; with ``teacher_valid`` [B, 1]
     bool, the divergence from the teacher is 0 in sequences marked False.
@@ -158,7 +163,9 @@ class GRPOLoss(PolicyLoss):
     took away), ``ESS``, ``ratio_mean``, ``ratio_square_mean``, ``kl_k1_to_inference``,
     ``kl_k3_to_inference``, ``entropy``; ``kl_k1_to_ref`` and ``kl_k3_to_ref`` with reference
     log-probs, ``kl_k1_to_teacher`` and ``kl_k3_to_teacher`` with a teacher's,
-    ``divergence_to_teacher`` with a ``teacher_coeff``; ``behaviour_weight`` and
+    ``divergence_to_teacher`` with a ``teacher_coeff``; ``value_clip_fraction`` (tokens whose value the
+    clip keeps) and ``explained_variance`` (of the targets, by the values before the first step; the
+    mean over micro-batches' tokens is that of the whole batch) with a ``value_coeff``; ``behaviour_weight`` and
     ``behaviour_capped`` (tokens with a weight that a bound changed) with such a weight; with it or
     a ``rejection``, ``mismatch_*`` (sampling against trainer's log-probs, before the correction),
     ``rejected_tokens`` and ``rejected_sequences`` (those without any weight), and both for each
@@ -230,6 +237,8 @@ class GRPOLoss(PolicyLoss):
         teacher_coeff: float = 0.0,
         teacher_clip: float | None = None,
         sft_coeff: float = 0.0,
+        value_coeff: float = 0.0,
+        value_clip: float | None = None,
         device: torch.device | str | int | None = None,
         **others: Any,
     ) -> None:
@@ -263,6 +272,7 @@ class GRPOLoss(PolicyLoss):
                 Entropy(entropy_coeff),
                 Distill(teacher_coeff, teacher_clip),
                 KLTo("teacher"),
+                *([Value(value_coeff, value_clip)] if value_coeff else []),
             ],
             aggregation=aggregation,
             constant_length=constant_length,

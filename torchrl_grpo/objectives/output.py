@@ -21,6 +21,7 @@ _OPTIONAL = {
     "loss_kl_to_inference",
     "loss_teacher",
     "loss_sft",
+    "loss_value",
     "loss_score_centering",
     "kl_to_ref",
 }

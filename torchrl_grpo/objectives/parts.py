@@ -487,3 +487,42 @@ class Distill(Term):
             divergence = torch.where(t["teacher_valid"] > 0, divergence, 0.0)
         divergence = divergence.clamp(max=math.inf if self.clip is None else self.clip)
         return divergence, t.means(divergence_to_teacher=divergence) if self.active else {}
+
+
+@dataclass(eq=False)
+class Value(Term):
+    """The loss of the critic's values, as in PPO (arXiv 1707.06347, equation 9, with the clip of its
+    authors' code).
+
+    Args:
+        coeff: weight.
+        clip: how far a value may move from the one before the batch's first step, above 0; None is
+            unbounded.
+    """
+
+    coeff: float = 0.0
+    clip: float | None = None
+    name = "value"
+    in_keys = ("value", "state_value", "value_target")
+    prepared = ("explained_variance",)
+
+    def prepare(self, t: Tokens) -> dict[str, Tensor]:
+        """Return the share of the targets' variance that the values before the first step explain."""
+        target, dtype = t["value_target"].double(), t["sample_log_prob"].dtype
+        error = (target - t["state_value"]).var(correction=0)
+        share = 1 - error / target.var(correction=0).clamp(min=1e-12)
+        return {"explained_variance": share.to(dtype).expand(len(target))}
+
+    def forward(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return half of the larger square: of the value's distance from its target, or of the
+        clipped value's.
+        """
+        value, before, target = (t[name] for name in self.in_keys)
+        distance = math.inf if self.clip is None else self.clip
+        clipped = value.clamp(before - distance, before + distance)
+        square, of_clipped = (value - target).square(), (clipped - target).square()
+        metrics = t.means(
+            value_clip_fraction=of_clipped > square,
+            explained_variance=t["explained_variance"],
+        )
+        return torch.maximum(square, of_clipped) / 2, metrics

@@ -101,6 +101,9 @@ class PolicyLoss(LossModule):
         teacher_valid: NestedKey = keys.TEACHER_VALID
         teacher_log_probs: NestedKey = keys.TEACHER_LOG_PROBS
         divergence: NestedKey = keys.DIVERGENCE
+        value: NestedKey = keys.VALUE
+        state_value: NestedKey = keys.STATE_VALUE
+        value_target: NestedKey = keys.VALUE_TARGET
         is_demonstration: NestedKey = keys.IS_DEMONSTRATION
 
     default_keys = _AcceptedKeys
@@ -307,7 +310,8 @@ class PolicyLoss(LossModule):
         """Return the keys of scores that an actor network may write, by name."""
         names = self.tensor_keys
         scores = {"log_prob": names.cur_log_prob, "entropy": names.entropy}
-        return scores | {"divergence": names.divergence, "centering": keys.CENTERING}
+        scores |= {"divergence": names.divergence, "value": names.value}
+        return scores | {"centering": keys.CENTERING}
 
     def _values(self) -> dict[NestedKey, NestedKey]:
         """Return the keys of all values of tokens that a batch may have, by name."""
@@ -395,7 +399,13 @@ class PolicyLoss(LossModule):
         scorer = self.actor_network
         assert isinstance(scorer, TokenScorer)
         center = self.off_policy.center if self.off_policy.centering else None
-        return scorer.score_rows(layout, rows.values, center=center, teacher=scorer.teacher)
+        return scorer.score_rows(
+            layout,
+            rows.values,
+            center=center,
+            teacher=scorer.teacher,
+            value="value" in self._keys(),
+        )
 
     def of_rows(self, rows: Rows, scores: dict[str, Tensor]) -> GRPOLossOutput:
         """Return the loss terms and the metrics of scored sequences.

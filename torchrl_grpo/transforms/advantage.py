@@ -56,7 +56,7 @@ _REWARD_KEYS: dict[str, NestedKey] = {
 }
 _KEYS_OF_TOKENS: dict[str, list[NestedKey]] = {
     "sequence": [],
-    "turn": [keys.ASSISTANT_MASK, keys.REWARD],
+    "turn": [keys.ASSISTANT_MASK, keys.REWARD, keys.STATE_VALUE],
     "token": [keys.ASSISTANT_MASK, keys.STATE_VALUE],
 }
 _REDUCTIONS = {"sum": "sum", "max": "amax", "mean": "mean"}
@@ -88,11 +88,11 @@ class GroupAdvantage(BatchTransform):
     REINFORCE++ (arXiv 2501.03262). Not in a ``TransformedEnv``, where no sequence is whole.
 
     With ``level="turn"`` it is one for each turn, for all of its tokens: the turn's return, its own
-    reward and the rewards of later turns, each discounted once more by ``gamma``. Returns are
-    compared turn by turn: the first turns with each other, then the second ones, as long as all
-    valid members of the group have that turn. Later turns are compared together with the last one
-    that all have. Each sample of a trajectory (``"trajectory"`` in ``torchrl_grpo.keys``) is
-    compared as a separate member.
+    reward and the rewards of later turns, each discounted once more by ``gamma``; with state values
+    the generalized advantage estimate along turns. They are compared turn by turn: the first turns
+    with each other, then the second ones, as long as all valid members of the group have that turn.
+    Later turns are compared together with the last one that all have. Each sample of a trajectory
+    (``"trajectory"`` in ``torchrl_grpo.keys``) is compared as a separate member.
 
     With ``part_weights`` the parts of the reward are normalized one by one, then summed by weight,
     and the sums normalized over the batch: GDPO (arXiv 2601.05242), see ``decoupled_advantage``.
@@ -124,7 +124,7 @@ class GroupAdvantage(BatchTransform):
             ``"token"``.
         gamma: discount from one sampled token, or one turn, to the next, in [0, 1]; at level token
             and turn.
-        lmbda: how far the estimate looks past the state values, in [0, 1]; at level token.
+        lmbda: how far the estimate looks past the state values, in [0, 1]; at level token and turn.
         trajectory_return: how the rewards of a trajectory are combined: their sum, the largest, or
             the mean.
         reward_key: [..., 1] floating, one reward a row (or [..., n, 1]), ``("next", "reward")`` if
@@ -147,9 +147,12 @@ class GroupAdvantage(BatchTransform):
         rewards_key: TorchRL's name of ``reward_key``.
         **candidates: arguments of ``MCAdvantage``, those that are named above.
 
-    At level token, ``"state_value"`` is read if the batch has it: [..., T] floating, at each
-    sampled token the value of the state that it was sampled in. Without it the values are 0. A
-    sequence has no value after its last token, whether it was truncated or not.
+    At level token and turn, ``"state_value"`` is read if the batch has it: [..., T] floating, at
+    each sampled token the value of the state that it was sampled in (a turn's is that of its first
+    token), and ``"value_target"`` is written, [..., T] float32: the estimate, before it is compared,
+    plus the value. Without it the values are 0. A sequence has no value after its last token, whether
+    it was truncated or not (TorchRL would go on from the value of a truncated one; TRL's and verl's
+    PPO do as here).
 
     Raises:
         ValueError: an argument is out of its range, a batch has a group of another size or a
@@ -213,7 +216,7 @@ class GroupAdvantage(BatchTransform):
         for name, value in (("gamma", gamma), ("lmbda", lmbda)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}={value} must be in [0, 1]: use 1.0.")
-            if value != 1 and (level == "sequence" or (level, name) == ("turn", "lmbda")):
+            if value != 1 and level == "sequence":
                 raise ValueError(
                     f"{name}={value} must be 1 with level={level!r}, nothing reads it: use "
                     "level='token'."
@@ -380,23 +383,22 @@ class GroupAdvantage(BatchTransform):
         reward = join_rows(self._token_rewards(flat), joined)
         mask = pad(flat, keys.ASSISTANT_MASK, False)
         sampled = join_rows(mask & valid[member].unsqueeze(-1), joined)
+        value = torch.zeros_like(reward)
+        if has_values := has(flat, keys.STATE_VALUE):
+            value = join_rows(pad(flat, keys.STATE_VALUE).double(), joined)
+        inputs, rates = (reward, value, sampled), (self.gamma, self.lmbda, self.advantage)
         if self.level == "token":
-            value = torch.zeros_like(reward)
-            if has(flat, keys.STATE_VALUE):
-                value = join_rows(pad(flat, keys.STATE_VALUE).double(), member)
-            advantage = token_advantage(
-                reward, value, sampled, group, self.gamma, self.lmbda, self.advantage
-            )
+            parts = token_advantage(*inputs, group, *rates)
         else:
             of_joined = member[last_rows(joined)]  # the trajectory of each
-            advantage = turn_advantage(
-                reward, sampled, group[of_joined], valid[of_joined], self.gamma, self.advantage
-            )
-        of_token = split_rows(advantage, joined, mask.shape[1])
+            parts = turn_advantage(*inputs, group[of_joined], valid[of_joined], *rates)
+        of_token, target = (split_rows(part, joined, mask.shape[1]) for part in parts)
         has_signal = torch.isin(group, group[member[(of_token != 0).any(-1)]])
         self._count(has_signal, group, valid)
         if self.token_dim:
             of_token = of_token.unsqueeze(-1)
+        if has_values:
+            tensordict = set_tokens(tensordict, keys.VALUE_TARGET, target.float())
         return set_tokens(tensordict, self.advantage_key, of_token)
 
     def _check_prompts(self, flat: TensorDictBase, group: Tensor) -> None:

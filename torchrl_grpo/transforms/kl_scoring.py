@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -236,22 +237,27 @@ class KLScoring(BatchTransform):
         return observation_spec
 
 
-class EntropyScoring(KLScoring):
-    """Writes the log-probs of a batch and, in the same pass, the entropies under ``entropy_key``.
+class PolicyScoring(KLScoring):
+    """Writes several scores of a batch in one pass.
 
-    Keyword Args:
-        entropy_key: key of the entropies.
+    Args:
+        scorer: as in ``KLScoring``, like all other arguments.
+        scores: the key of each score of ``TokenScorer.score_rows``.
     """
 
-    entropy_key: NestedKey = keys.PROX_ENTROPY
+    def __init__(self, scorer: TokenScorer, scores: Mapping[str, NestedKey], **kwargs: Any) -> None:
+        super().__init__(scorer, **kwargs)
+        self.scores = dict(scores)
+        self.batch_keys = [*scores.values()]
 
     def _pass(self, each: Pass) -> Tensor:
         assert each.layout is not None
-        scores = self.scorer.score_rows(each.layout, each.rows.values)
-        return torch.stack([scores["log_prob"], scores["entropy"]], -1).float()
+        value = "value" in self.scores
+        scores = self.scorer.score_rows(each.layout, each.rows.values, value=value)
+        return torch.stack([scores[name] for name in self.scores], -1).float()
 
     def write(self, batch: TensorDictBase) -> TensorDictBase:
         rows = self._score(flatten(batch))
-        for number, key in enumerate((self.out_key, self.entropy_key)):
+        for number, key in enumerate(self.scores.values()):
             batch = set_rows(batch, key, [row[..., number] for row in rows])
         return batch

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from torchrl_grpo.weights.receipts import Digests, compare
 
 NamedTensors = Iterable[tuple[str, Tensor]]
+CRITIC = "critic"
+"""Name of a critic among the modules of its policy, with which it is trained and saved."""
 TensorStream = Iterator[tuple[str, Tensor]]
 """Tensors with their names, read once."""
 
@@ -42,6 +44,11 @@ class LoraDelta:
         return (self.b.to(wide) @ self.a.to(wide) * self.scaling).to(dtype)
 
 
+def is_critic(name: str) -> bool:
+    """Return whether a parameter of a policy, with or without adapters, is its critic's."""
+    return f".{CRITIC}." in f".{name}"
+
+
 @torch.no_grad()
 def merged(weight: Tensor, deltas: Sequence[LoraDelta]) -> Tensor:
     """Add updates to a weight, in its dtype; without any, return the weight itself."""
@@ -53,7 +60,8 @@ def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> TensorS
     """Yield a causal language model's weights under the names of its Hugging Face checkpoint.
 
     A LoRA model yields its base model's weights with the active adapters merged in. The merged
-    tensors are new ones, made one at a time; so are the dequantized weights of a quantized base. A sharded model
+    tensors are new ones, made one at a time; so are the dequantized weights of a quantized base. A
+    critic (``TokenScorer.add_critic``) is left out. A sharded model
     gathers each weight when the iterator reaches it, so all ranks must exhaust the iterator.
 
     Args:
@@ -245,6 +253,8 @@ def _merged_weights(base: nn.Module, layers: dict[str, Any]) -> TensorStream:
     part, without gathering.
     """
     for name, weight in base.named_parameters():
+        if is_critic(name):
+            continue
         if not layers:
             yield name, _dense(weight)
         elif ".lora_" not in name:

@@ -1,0 +1,35 @@
+"""The critic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrl_grpo.config.fields import limited
+from torchrl_grpo.config.rule import Rule, read_with
+
+
+@dataclass
+class CriticConfig:
+    """The critic, which exists only if policy.value_coef is not 0 (algo=ppo): a linear head on the
+    policy's last states. Its output is the value of the state before a token."""
+
+    lr: float = limited(1e-3, gt=0)
+    """Learning rate of the head, above 0. Its schedule and all else are the policy's."""
+
+
+RULES = (
+    Rule(
+        "policy.value_coef",
+        "needs an advantage of each token or turn, for which a value is the baseline",
+        "use policy.advantage_level=token, or policy.turn_credit=per_turn",
+        lambda c: c.policy.value_coef and c.advantage_level == "sequence",
+    ),
+)
+UNREAD = read_with(
+    "policy.value_coef",
+    (),
+    "0.5",
+    "policy.value_clip",
+    "critic.lr",
+    unless=lambda c: c.policy.value_coef,
+)

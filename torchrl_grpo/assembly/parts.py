@@ -252,6 +252,7 @@ def make_sampler(
             further=dataset_names(evaluation.datasets or (), "evaluation.datasets"),
             rows=config.logging.test_rows,
         )
+    context.task.load_models()
     return Sampler(
         engine,
         make_collector,

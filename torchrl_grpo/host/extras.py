@@ -16,7 +16,7 @@ EXTRAS = {
     "check_launcher": "torchrl_grpo.extras.hints.words:check_launcher",
     "check_model_name": "torchrl_grpo.extras.hints.models:check_model_name",
     "check_models": "torchrl_grpo.extras.hints.models:check_models",  # before torch is imported
-    "check_reward_model": "torchrl_grpo.integrations.graders.reward_model:check_reward_model",
+    "check_reward_model": "torchrl_grpo.integrations.graders.reward_scorer:check_reward_model",
     "check_served_teacher": "torchrl_grpo.integrations.served_teacher:ServedTeacher.check",
     "check_service": "torchrl_grpo.extras.trackers.services:check_service",  # logging.wandb.mode=online, for example
     "console": "torchrl_grpo.extras.call.notebook:make_console",  # of the terminal, or of a notebook

@@ -417,6 +417,11 @@ class Task(ABC):
             lambda done: [*scoring((attempt(self.judge, dialog) for dialog in done), len(done))],
         )
 
+    def load_models(self) -> None:  # noqa: B027  # most scorers need none
+        """Load the models that scoring needs. Called once in each sampler's process, without a time
+        limit.
+        """
+
     def close(self, episode: str) -> None:  # noqa: B027  # most tasks keep nothing
         """Release the state of a dialog. Called once when the dialog is over or abandoned, even if
         its opening failed; not called if the process ends.
@@ -524,6 +529,9 @@ class WrappedTask(DelegatingTask):
         if self.is_stateful:
             return self.task.advance(dialogs, timeout_s)
         return super().advance(dialogs, timeout_s)
+
+    def load_models(self) -> None:
+        self.task.load_models()
 
     def close(self, episode: str) -> None:
         self.task.close(episode)

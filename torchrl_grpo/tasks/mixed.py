@@ -124,6 +124,10 @@ class MixedTask(DelegatingTask):
             )
         return [turns[i] for i in range(len(dialogs))]
 
+    def load_models(self) -> None:
+        for task in self.tasks.values():
+            task.load_models()
+
     def close(self, episode: str) -> None:
         for task in self.tasks.values():
             task.close(episode)

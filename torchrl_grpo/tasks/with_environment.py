@@ -306,6 +306,11 @@ class WithEnvironment(WrappedTask):
         except Exception as error:
             return error
 
+    def load_models(self) -> None:
+        super().load_models()
+        if self.rewards is not None:
+            self.rewards.load_models()
+
     def close(self, episode: str) -> None:
         instance = self._instances.pop(episode, None)
         if instance is not None:

@@ -97,6 +97,12 @@ class Rewards:
         for function in self.group_functions:  # the environments are gone when these are called
             function.check(problem.extra, has_answer, has_images=has_images)
 
+    def load_models(self) -> None:
+        """Load the models of functions that have some."""
+        for function in (*self.functions, *self.group_functions):
+            if load := getattr(function.function, "load_model", None):
+                load(**function.options)
+
     def __call__(self, dialog: Dialog) -> Score:
         """Return the score of a dialog.
 
@@ -257,6 +263,10 @@ class WithRewards(WrappedTask):
     def check_problem(self, problem: Problem) -> None:
         self.rewards.check(problem)
         super().check_problem(problem)
+
+    def load_models(self) -> None:
+        super().load_models()
+        self.rewards.load_models()
 
     def judge(self, dialog: Dialog) -> Score:
         return self.rewards(dialog)

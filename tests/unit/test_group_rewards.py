@@ -120,6 +120,21 @@ def test_a_member_without_any_reward_is_invalid() -> None:
     ]
 
 
+def test_a_reward_of_weight_0_does_not_replace_one_that_is_missing() -> None:
+    def but_first(responses: Sequence[str]) -> list[float | None]:
+        return [None, *map(float, range(1, len(responses)))]
+
+    task = with_rewards([but_first, {"fn": own, "weight": 0}])
+    ranked = [(0.0, False, None), (1.0, True, {"own": 0.0, "but_first": 1.0})]
+    assert outcomes(play(task, ["1", "2", "x"])) == [*ranked, (0.0, False, None)]
+    assert outcomes(play(task, ["1", "x"])) == [(0.0, False, None)] * 2
+    mixed = MixedTask([ArithmeticTask(1), task], [1, 1], ["own", "compared"])
+    rows = sample_rows(play(WithRetry(mixed, "Again."), ["1", "2"], groups=4), "train")
+    assert {(row["dataset"], row["response"], row["valid"]) for row in rows} == {
+        ("own", "1", True), ("own", "2", True), ("compared", "1", False), ("compared", "2", True)
+    }  # fmt: skip
+
+
 def test_one_valid_response_is_not_compared() -> None:
     calls: list[Any] = []
 
@@ -127,13 +142,28 @@ def test_one_valid_response_is_not_compared() -> None:
         calls.append(responses)
         return [7.0] * len(responses)
 
-    both = with_rewards([count, {"fn": own, "weight": 0}])
-    assert outcomes(play(both, ["1", "x"])) == [(0.0, True, {"own": 1.0}), (0.0, False, None)]
+    assert outcomes(play(with_rewards([count, own]), ["1", "x"])) == [
+        (1.0, True, {"own": 1.0}),
+        (0.0, False, None),
+    ]
     assert outcomes(play(with_rewards(count), ["1"])) == [(0.0, False, None)] and not calls
 
 
 @pytest.mark.parametrize(
-    "result", [[1.0], 1.0, None, {"a": 1, "b": 2}, "12", [1.0, float("nan")], [1.0, "2"]]
+    "result",
+    [
+        [1.0],
+        1.0,
+        None,
+        {"a": 1, "b": 2},
+        "12",
+        [1.0, float("nan")],
+        [1.0, "2"],
+        {1.0, 2.0},
+        {2: 1.0, 1: 2.0}.keys(),
+        b"12",
+        bytearray(b"12"),
+    ],
 )
 def test_a_malformed_result_makes_the_group_invalid(result: Any) -> None:
     def broken(responses: Sequence[str]) -> Any:

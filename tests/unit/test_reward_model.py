@@ -211,6 +211,7 @@ def shared_model(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator
     loop = event_loop()
     for connection in client._clients[loop].values():
         loop.call_soon_threadsafe(connection.result()._transport.abort)
+    assert not alive([process.pid for process in scorers([os.getpid()])])
 
 
 @pytest.mark.slow

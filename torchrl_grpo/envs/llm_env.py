@@ -36,6 +36,7 @@ from torchrl_grpo.images import (
 )
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance
+from torchrl_grpo.rewards.spec import part_weight
 from torchrl_grpo.tasks.base import Dialog, Split, Task, Turn, attempt
 from torchrl_grpo.tasks.drawing import Drawing, Drawn
 from torchrl_grpo.tools.toolbox import CallFormat
@@ -43,7 +44,7 @@ from torchrl_grpo.tools.toolbox import CallFormat
 _UNREADABLE = "error: the result has an image, which cannot be read here"
 _NO_REWARD = Failure(
     ("none",),
-    "no reward applies: functions that compare responses need two with valid rewards.",
+    "no reward with a weight applies: functions that compare responses need two with valid rewards.",
     "none",
     line="no reward applies",
 )
@@ -518,7 +519,11 @@ class LLMEnv(EnvBase):
                     else:
                         state.add_reward(value or 0.0)
         for row in valid:
-            if row.outcome.valid and {*row.outcome.parts.values()} <= {None}:
+            parts, weights = row.outcome.parts, self.task.part_weights
+            own: Any = weights.get(row.problem.dataset)  # of its task in a mixture
+            weights = own if isinstance(own, Mapping) else weights
+            numbers = (name for name, value in parts.items() if value is not None)
+            if row.outcome.valid and not any(part_weight(n, parts, weights) for n in numbers):
                 self._invalidate(row, _NO_REWARD)
 
     def _take_turn(self, state: DialogState, dialog: Dialog, turn: Turn | Failure) -> Tensor | None:

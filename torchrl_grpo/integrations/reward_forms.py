@@ -19,7 +19,7 @@ With ``per: group``, the lists in TRL's form hold all responses of the group.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -102,9 +102,13 @@ def _group(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
     return columns | shared | lists, columns
 
 
+_NO_LISTS = str | bytes | bytearray | memoryview | Mapping | Set
+"""Types that can be iterated over, but are not in the order of the responses, or have no rewards."""
+
+
 def _split(name: str, result: Any, size: int) -> list[Any]:
     entries = list(result) if hasattr(result, "__iter__") else []
-    if isinstance(result, str | Mapping) or len(entries) != size:
+    if isinstance(result, _NO_LISTS) or len(entries) != size:
         raise ValueError(
             f"reward {name} must return a list with a reward for each of {size} responses, but it "
             f"returned {result!r:.200}: use None where none applies."

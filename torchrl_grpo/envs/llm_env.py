@@ -519,8 +519,9 @@ class LLMEnv(EnvBase):
                     else:
                         state.add_reward(value or 0.0)
         for row in valid:
-            parts, weights = row.outcome.parts, self.task.part_weights
-            own: Any = weights.get(row.problem.dataset)  # of its task in a mixture
+            parts = row.outcome.parts
+            weights: Any = self.task.part_weights
+            own = weights.get(row.problem.dataset)  # of its task in a mixture
             weights = own if isinstance(own, Mapping) else weights
             numbers = (name for name, value in parts.items() if value is not None)
             if row.outcome.valid and not any(part_weight(n, parts, weights) for n in numbers):

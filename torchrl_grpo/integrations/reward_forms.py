@@ -102,7 +102,7 @@ def _group(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
     return columns | shared | lists, columns
 
 
-_NO_LISTS = str | bytes | bytearray | memoryview | Mapping | Set
+_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
 """Types that can be iterated over, but are not in the order of the responses, or have no rewards."""
 
 

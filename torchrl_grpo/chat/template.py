@@ -283,7 +283,9 @@ class ChatEncoder:
         # left alone, because templates depend on them.
         without_signs = [
             {
-                key: entry if trusts or key == "role" else _with_texts(entry, self._without_signs)
+                key: entry
+                if trusts or key == "role"
+                else _with_texts(entry, lambda text: text.translate(self._signs))
                 for key, entry in message.items()
             }
             for message, trusts in zip(chat, trusted, strict=True)
@@ -366,9 +368,6 @@ class ChatEncoder:
 
     def _split_at_stand_ins(self, text: str) -> list[str]:
         return [piece for piece in re.split(f"(?<={LONE_SURROGATE.pattern})", text) if piece]
-
-    def _without_signs(self, text: str) -> str:
-        return text.translate(self._signs)
 
     def _escape(self, text: str) -> str:
         """Return a message's text with stand-ins."""

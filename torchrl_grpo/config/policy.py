@@ -171,10 +171,6 @@ def _no_sft_loss(config: Any) -> dict[str, str] | None:
     return {"target": target} if config.policy.demonstrations and is_other else None
 
 
-def _lacks_entropy_target(key: str, config: Any) -> bool:
-    return config.policy.entropy_target is None and is_set(config, key)
-
-
 WITH_SFT = "must be left out with policy.demonstrations=true (algo=sft)"
 RULES = (
     *(
@@ -182,7 +178,7 @@ RULES = (
             key,
             "must be left out with policy.entropy_target=null, which makes it unused",
             "to use it, set policy.entropy_target=0.5",
-            partial(_lacks_entropy_target, key),
+            partial(lambda key, c: c.policy.entropy_target is None and is_set(c, key), key),
         )
         for key in ("policy.entropy_coef_delta", "policy.entropy_coef_max")
     ),

@@ -54,10 +54,6 @@ class TeacherConfig(DevicesConfig):
     (best_response) or what the scorer says (feedback). null is the policy's prompt."""
 
 
-def _needs_own_model(key: str, config: Any) -> bool:
-    return is_set(config, key) and config.teacher.model != OWN_MODEL
-
-
 def _bad_teachers(config: Any) -> bool:
     teachers = config.teachers
     if teachers is None:
@@ -70,17 +66,13 @@ def _bad_teachers(config: Any) -> bool:
     return not (len(teachers) > 1 and are_complete and are_alike and len(names) == len(set(names)))
 
 
-def _lacks_teacher(key: str, config: Any) -> bool:
-    return is_set(config, key) and not config.needs_teacher
-
-
 RULES = (
     *(
         Rule(
             key,
             "must be left out without a teacher",
             "use algo=distill teacher.model=NAME, or leave it out",
-            partial(_lacks_teacher, key),
+            partial(lambda key, c: is_set(c, key) and not c.needs_teacher, key),
         )
         for key in (
             "teachers",
@@ -150,7 +142,7 @@ RULES = (
             key,
             "needs teacher.model=policy, the trained model itself",
             f"use teacher.model=policy, or leave {key} out",
-            partial(_needs_own_model, key),
+            partial(lambda key, c: is_set(c, key) and c.teacher.model != OWN_MODEL, key),
         )
         for key in ("teacher.weights", "teacher.decay")
     ),

@@ -115,7 +115,7 @@ def test_values_and_gradients_of_kept_tokens_are_those_of_masked_logits(bias, mo
         weight,
         targets,
         bias_V=bias_V,
-        kept_NK=kept,
+        kept=kept.unique(return_inverse=True),
         temperature=0.7,
         max_chunk_elements=most,
     )
@@ -136,8 +136,12 @@ def test_values_and_gradients_of_kept_tokens_are_those_of_masked_logits(bias, mo
 
 
 def test_a_target_that_is_not_kept_has_no_probability():
+    kept = torch.tensor([[0, 1, -1]]).unique(return_inverse=True)
     log_probs, _ = chunked_log_probs(
-        torch.ones(1, 2), torch.ones(4, 2), torch.tensor([3]), kept_NK=torch.tensor([[0, 1, -1]])
+        torch.ones(1, 2),
+        torch.ones(4, 2),
+        torch.tensor([3]),
+        kept=kept,
     )
     assert log_probs.tolist() == [-torch.inf]
 
@@ -146,7 +150,12 @@ def test_all_kept_tokens_give_what_the_whole_vocabulary_gives():
     hidden, weight = torch.randn(7, 8), torch.randn(30, 8)
     targets = torch.arange(7)
     whole = chunked_log_probs(hidden, weight, targets)
-    kept = chunked_log_probs(hidden, weight, targets, kept_NK=torch.arange(30).expand(7, 30).int())
+    kept = chunked_log_probs(
+        hidden,
+        weight,
+        targets,
+        kept=torch.arange(30).expand(7, 30).int().unique(return_inverse=True),
+    )
     for one, other in zip(kept, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 

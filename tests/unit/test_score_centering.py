@@ -73,7 +73,7 @@ def test_the_mean_score_is_that_of_autograd(bounds: Any, seed: int) -> None:
     data = random_head(seed)
     inputs = [data[name].requires_grad_() for name in ("hidden", "weight", "bias")]
     scores = chunked_log_probs(
-        *inputs[:2], data["targets"], bias_V=inputs[2], kept_NK=data["kept"], temperature=0.7,
+        *inputs[:2], data["targets"], bias_V=inputs[2], kept=data["kept"].unique(return_inverse=True), temperature=0.7,
         sample_NK=data["sample"], centering=partial(F.centering_coefficients, **bounds),
         max_chunk_elements=50,
     )  # fmt: skip
@@ -116,7 +116,12 @@ def test_the_update_of_a_prefix_has_a_mean_of_0(bounds: Any) -> None:
     sample = near.log_softmax(-1).expand(6, 6)
     centering = partial(F.centering_coefficients, **bounds)
     log_prob, _, centered = chunked_log_probs(
-        hidden, weight, kept[0].long(), kept_NK=kept, sample_NK=sample, centering=centering
+        hidden,
+        weight,
+        kept[0].long(),
+        kept=kept.unique(return_inverse=True),
+        sample_NK=sample,
+        centering=centering,
     )
     q = sample[0].exp()
     log_ratio = (log_prob.detach() - sample[0])[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -205,6 +206,64 @@ def test_without_graphs_sampling_continues_with_one_warning(
     assert len(messages) == 1
     assert "CUDA graphs" in messages[0]
     assert not engines[1].decoder.static
+    assert engines[1].decoder.kept is None
+
+
+@pytest.mark.slow
+def test_later_calls_replay_graphs_with_new_weights(graphs: list[RecordedGraph]) -> None:
+    """Not with adapters, nor after them: they are in other memory each time."""
+    base, other = make_tiny_model(), make_tiny_model(seed=1)
+    engines = [make_engine(base, static) for static in (False, True)]
+
+    def same_answers(*lengths: int, n: int = 4) -> int:
+        """Compare the engines' answers; return how many graphs were captured for them."""
+        before = len(graphs)
+        prompts = make_prompts(*lengths)
+        groups = [engine.generate(prompts, n, SamplingParams(6)) for engine in engines]
+        assert_same(*groups)
+        return len(graphs) - before
+
+    assert same_answers(9, 4) == 1
+    assert same_answers(30, 4) == 0
+    for engine in engines:
+        engine.update_weights(other.state_dict().items(), 1)
+    assert same_answers(9, 4) == 0
+    assert same_answers(5, n=3) == 1  # 4 rows
+    handle = AdapterSender(None).send(Trained(make_lora(deepcopy(base))), 2)
+    for engine in engines:
+        engine.load(handle, 2)
+    assert [same_answers(9, 4), same_answers(9, 4)] == [1, 1]
+    for engine in engines:
+        engine.update_weights(base.state_dict().items(), 3)
+    assert [same_answers(9, 4), same_answers(9, 4)] == [1, 0]
+
+
+@pytest.mark.slow
+def test_kept_memory_is_released_before_more_is_allocated(
+    graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And while the engine sleeps."""
+    engine, was_free = make_engine(make_tiny_model(), static=True), []
+    engine.generate(make_prompts(9, 4), 4, SamplingParams(6))
+    memory, new_empty = weakref.ref(engine.decoder.kept[0]), Tensor.new_empty
+
+    def noted(like: Tensor, *shape: Any, **options: Any) -> Tensor:
+        if len(torch.Size(shape[0] if isinstance(shape[0], tuple) else shape)) == 5:
+            was_free.append(memory() is None)
+        return new_empty(like, *shape, **options)
+
+    monkeypatch.setattr(Tensor, "new_empty", noted)
+    engine.generate(make_prompts(3), 2, SamplingParams(2))
+    assert engine.decoder.kept[0] is memory()
+    assert was_free == []
+    graphs.clear()
+    engine.generate(make_prompts(9, 40), 4, SamplingParams(70))
+    assert was_free == [True]
+    assert engine.decoder.kept[0].shape[3] == 128
+    engine.sleep()
+    assert engine.decoder.kept is None
+    engine.generate(make_prompts(3), 2, SamplingParams(2))
+    assert engine.decoder.kept[0].shape[3] == 64
 
 
 def test_spare_rows_stay_within_the_cache() -> None:

@@ -71,7 +71,13 @@ class Batch(ABC):
 
 
 class Decoder(ABC):
-    """Decodes rows with a model. It reads the model's current parameters at each call."""
+    """Decodes rows with a model. It reads the model's current parameters at each call.
+
+    Attributes:
+        kept: device memory that is kept for later batches; None releases it.
+    """
+
+    kept: Any = None
 
     @abstractmethod
     def start(self, max_new_tokens: int) -> Batch:

@@ -54,13 +54,16 @@ class PackedLinear:
         self._versions: list[int] | None = None
         self._packs = weight.numel() >= _LEAST and packs_linear(weight)
 
-    def refresh(self) -> None:
-        """Pack the weight if it has changed, and take the layers' adapters."""
-        self._adapters = join_adapters(self._layers)
+    def refresh(self) -> bool:
+        """Pack the weight if it has changed, and take the layers' adapters. Return whether any
+        memory that calls read is no longer the same.
+        """
+        before, self._adapters = self._adapters, join_adapters(self._layers)
         versions = [version_of(layer.weight) for layer in self._layers]
         if self._packs and versions != self._versions:
             self._packed = pack_linear(self._weight, _ROWS)
             self._versions = versions
+        return (before or self._adapters) is not None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[N, in] to [N, out]; ``residual`` is [N, out]."""
@@ -156,10 +159,9 @@ class FusedDecoder(Decoder):
         return self._lm_head.weight.device
 
     def start(self, max_new_tokens: int) -> Batch:
-        self._head.refresh()
-        for layer in self._layers:
-            for linear in layer.linears:
-                linear.refresh()
+        linears = [linear for layer in self._layers for linear in layer.linears]
+        if any([linear.refresh() for linear in (self._head, *linears)]):
+            self.kept = None
         return (_StaticBatch if self.static else _FusedBatch)(self, max_new_tokens)
 
     def cache_bytes(self, prompt_length: int, n: int, max_new_tokens: int) -> int:
@@ -437,9 +439,9 @@ class _StaticBatch(_FusedBatch):
 
     Each row has one cache of its final size, with a copy of its prompt's keys and values. A step
     computes a power of 2 of rows, over a multiple of ``_BLOCK`` columns. The first step of a shape
-    runs without a graph, and then a graph is captured for the next ones. Graphs end with the batch:
-    capturing one takes as long as a few steps without graphs, and the next batch has other sizes
-    and adapters.
+    runs without a graph, and then a graph is captured for the next ones. The next batch uses the
+    memory and its graphs again if it fits in and no layer has adapters, which are in new memory
+    each time; weights change in place.
 
     Attributes:
         rows: number of rows.
@@ -454,12 +456,13 @@ class _StaticBatch(_FusedBatch):
         if not first:
             columns = (width + self._max_new_tokens) // _BLOCK * _BLOCK + _BLOCK
             # Later additions may fill the memory, and what is left of it is less than a group.
-            self._cache = eager._cos.new_empty(
-                end + n, decoder.num_layers, decoder.kv_heads, columns, 2 * decoder.head_dim
-            )
-            # The latest token of each row and its position.
-            self._state = eager._positions.new_zeros(end + n, 2)
-            self._graphs: dict[Any, Any] = {}
+            shape = end + n, decoder.num_layers, decoder.kv_heads, columns, 2 * decoder.head_dim
+            if decoder.kept is None or any(map(int.__lt__, decoder.kept[0].shape, shape)):
+                decoder.kept = None  # before more is allocated
+                # The latest token of each row and its position.
+                state = eager._positions.new_zeros(end + n, 2)
+                decoder.kept = eager._cos.new_empty(shape), state, {}
+            self._cache, self._state, self._graphs = decoder.kept
         new = self._cache[first:end].zero_()  # masked values must still be finite
         for layer, (keys, values) in enumerate(eager._prompts):
             pair = torch.cat((keys.mT, values), -1)
@@ -493,7 +496,7 @@ class _StaticBatch(_FusedBatch):
                         captured = self._advance(*key)
                     self._graphs[key] = graph, captured
                 except RuntimeError as error:
-                    decoder.static = False
+                    decoder.static, decoder.kept = False, None
                     torchrl_logger.warning(f"sampling is slower without CUDA graphs: {error}")
         return decoder.logits(hidden[:rows])
 

@@ -175,6 +175,10 @@ class TransformersEngine(Engine):
         with self.exclusive:
             self._note(set_adapters(self.model, handle), version)
 
+    def sleep(self) -> None:
+        self._check_open()
+        self.decoder.kept = None
+
     def seed(self, seed: int) -> None:
         self._check_open()
         self._generator.manual_seed(seed)

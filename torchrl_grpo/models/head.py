@@ -13,7 +13,7 @@ Shape suffixes: N scored tokens, R different tokens, D hidden size, V vocabulary
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -295,7 +295,7 @@ def chunked_log_probs(
     targets_N: Tensor,
     *,
     bias_V: Tensor | None = None,
-    kept_NK: Tensor | None = None,
+    kept: Sequence[Tensor] = (),
     sample_NK: Tensor | None = None,
     centering: Centering | None = None,
     temperature: float = 1.0,
@@ -309,12 +309,13 @@ def chunked_log_probs(
         weight_VD: [V, D], the LM head; under autocast both are cast to its dtype.
         targets_N: [N] int64.
         bias_V: [V] or None.
-        kept_NK: [N, K] int32, the tokens that each target was drawn from, and then -1: the
-            distributions are over these only. None for the whole vocabulary.
+        kept: the tokens that each target was drawn from, and then -1, as ``unique`` with
+            ``return_inverse`` gives them: [R] int32, each once, and [N, K] int64, where in it each
+            is. The distributions are over these only; () for the whole vocabulary.
         sample_NK: [N, K] float32, their log-probs under the sampling policy, for ``centering``.
         centering: returns the share of each kept token in the mean score, without gradient.
         temperature: the logits are divided by it; more than 0.
-        max_chunk_elements: bound on the logits (with ``kept_NK``, the numbers of gathered rows of
+        max_chunk_elements: bound on the logits (with ``kept``, the numbers of gathered rows of
             the head) held at once; by default ``MAX_CHUNK_ELEMENTS`` of the device.
 
     Returns:
@@ -323,16 +324,16 @@ def chunked_log_probs(
         share times log-prob, whose gradient is the mean score.
     """
     hidden_ND, weight_VD, bias_V = autocast_head(hidden_ND, weight_VD, bias_V)
-    if kept_NK is not None:
+    if kept:
         limit = _most_elements(hidden_ND, max_chunk_elements)
-        rows = max(1, limit // (kept_NK.shape[1] * hidden_ND.shape[1]))
+        rows = max(1, limit // (kept[1].shape[1] * hidden_ND.shape[1]))
         with torch.autocast(hidden_ND.device.type, enabled=False):
             scores: tuple[Tensor, ...] = _KeptLogProb.apply(
                 hidden_ND,
                 weight_VD,
                 bias_V,
                 targets_N,
-                kept_NK,
+                *kept,
                 1.0 / temperature,
                 rows,
                 sample_NK,
@@ -358,12 +359,14 @@ class _KeptLogProb(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         targets_N: Tensor,
-        kept_NK: Tensor,
+        once_R: Tensor,
+        place_NK: Tensor,
         scale: float,
         rows: int,
         sample_NK: Tensor | None,
         centering: Centering | None,
     ) -> tuple[Tensor, ...]:
+        kept_NK = once_R[place_NK]
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         logits_NK = torch.zeros(kept_NK.shape, dtype=dtype, device=hidden_ND.device)
         for logits, kept, hidden in zip(
@@ -384,17 +387,15 @@ class _KeptLogProb(torch.autograd.Function):
         if centering is not None and sample_NK is not None:
             share_NK = centering(log_p_NK, sample_NK)
             centering_N = (share_NK * log_p_NK).sum(-1)
-        ctx.save_for_backward(
-            hidden_ND, weight_VD, bias_V, kept_NK, target_NK, p_NK, log_p_NK, entropy_N, share_NK
-        )
+        saved = once_R, place_NK, target_NK, p_NK, log_p_NK, entropy_N, share_NK
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, *saved)
         ctx.scale, ctx.rows = scale, rows
         return log_prob_N, entropy_N, centering_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, kept_NK, target_NK, p_NK, log_p_NK, entropy_N, share_NK = (
-            ctx.saved_tensors
-        )
+        hidden_ND, weight_VD, bias_V, once_R, place_NK, *of_kept = ctx.saved_tensors
+        target_NK, p_NK, log_p_NK, entropy_N, share_NK = of_kept
         grad_log_prob_N, grad_entropy_N, grad_centering_N = grads
         grad_NK = (target_NK.to(p_NK.dtype) - p_NK) * grad_log_prob_N[:, None]
         grad_NK -= p_NK * (log_p_NK + entropy_N[:, None]) * grad_entropy_N[:, None]
@@ -402,11 +403,11 @@ class _KeptLogProb(torch.autograd.Function):
             centered_NK = share_NK - p_NK * share_NK.sum(-1, keepdim=True)
             grad_NK += centered_NK * grad_centering_N[:, None]
         grad_NK *= ctx.scale
-        kept_NK = kept_NK.clamp(min=0)
-        once, place_NK = kept_NK.unique(return_inverse=True)
+        once_R = once_R.clamp(min=0)
+        kept_NK = once_R[place_NK]
         hidden_grad_ND = torch.empty_like(hidden_ND)
         # In float32 or wider, of the rows that are kept anywhere.
-        weight_grad = grad_NK.new_zeros(len(once), weight_VD.shape[1])
+        weight_grad = grad_NK.new_zeros(len(once_R), weight_VD.shape[1])
         parts = (hidden_grad_ND, hidden_ND, grad_NK, kept_NK, place_NK)
         for hidden_grad, hidden, grad, kept, place in zip(
             *(values.split(ctx.rows) for values in parts), strict=True
@@ -419,12 +420,13 @@ class _KeptLogProb(torch.autograd.Function):
         weight_grad_VD = bias_grad_V = None
         if ctx.needs_input_grad[1]:
             weight_grad_VD = torch.zeros_like(weight_VD)
-            weight_grad_VD[once] = weight_grad.to(weight_VD.dtype)
+            # What is not kept adds zeros to the first row.
+            weight_grad_VD.index_add_(0, once_R, weight_grad.to(weight_VD.dtype))
         if bias_V is not None and ctx.needs_input_grad[2]:
             summed = grad_NK.new_zeros(len(bias_V))
             bias_grad_V = summed.index_add_(0, kept_NK.flatten(), grad_NK.flatten())
             bias_grad_V = bias_grad_V.to(bias_V.dtype)
-        return hidden_grad_ND, weight_grad_VD, bias_grad_V, None, None, None, None, None, None
+        return hidden_grad_ND, weight_grad_VD, bias_grad_V, *(None,) * 7
 
 
 class _Tied(torch.autograd.Function):

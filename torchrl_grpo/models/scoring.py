@@ -260,13 +260,8 @@ class TokenScorer(TensorDictModuleBase):
             model's device; 0 at the first token of a sequence, which has no prediction.
         """
         layout = layout.to(compute_device(self.model))
-
-        names = [keys.KEPT] if keys.KEPT in values else []
-        names += [keys.KEPT_LOG_PROBS] if center is not None else []
-        names += [keys.TEACHER_STATES] if teacher is not None else []
-        read = {name: send(values[name], layout.targets.device) for name in names}
         with self.for_passes():
-            scores = call_gathered(self.model, self._score, layout, read, center, teacher, value)
+            scores = call_gathered(self.model, self._score, layout, values, center, teacher, value)
         return {name: _without_first(layout, value) for name, value in scores.items()}
 
     def teacher_states(self, layout: Layout, top_k: int | None = None) -> Tensor:
@@ -301,24 +296,28 @@ class TokenScorer(TensorDictModuleBase):
     ) -> dict[str, Tensor]:
         """Do ``score_rows`` with the LM head gathered."""
         hidden_ND, weight = self._hidden(layout)
+        to_device = functools.partial(send, device=hidden_ND.device)
         bias = self.base.get_output_embeddings().bias
         options: dict[str, Any] = {
             "temperature": self.temperature,
             "max_chunk_elements": self.max_chunk_elements,
         }
+        kept = ()
+        if keys.KEPT in values:  # on the CPU, while the device computes the states
+            kept = map(to_device, values[keys.KEPT].cpu().unique(return_inverse=True))
         scores = chunked_log_probs(
             hidden_ND,
             weight,
             layout.targets,
             bias_V=bias,
-            kept_NK=values.get(keys.KEPT),
-            sample_NK=values.get(keys.KEPT_LOG_PROBS),
+            kept=[*kept],
+            sample_NK=None if center is None else to_device(values[keys.KEPT_LOG_PROBS]),
             centering=center,
             **options,
         )
         out = dict(zip(("log_prob", "entropy", "centering"), scores, strict=False))
         if teacher is not None:
-            states = values[keys.TEACHER_STATES]
+            states = to_device(values[keys.TEACHER_STATES])
             out["divergence"] = chunked_divergence(
                 hidden_ND, weight, states, teacher, bias_V=bias, **options
             )

@@ -6,8 +6,12 @@ import importlib
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.configs import ROOT
+from torchrl_grpo import keys
+from torchrl_grpo.models.rows import Rows
+from torchrl_grpo.models.scoring import TokenScorer
 
 LAYERS, HIDDEN = 3, 96
 TOKENS = 2 * 8 + 3 + 4 + 6 + 7  # two prompts, and responses of 4, 5, 7 and 8 without their last
@@ -31,6 +35,21 @@ def test_two_counts_of_a_step_are_equal(bench: Any, kind: str, side: str, waits:
     first, second = (bench.count(kind, side, args) for _ in range(2))
     assert first == second
     assert first["waits"] == waits, first["waits_in"]
+
+
+@pytest.mark.slow
+def test_scores_over_kept_tokens_do_not_wait(bench: Any) -> None:
+    tokens, mask = torch.randint(2, 100, (4, 9)), (torch.arange(9) >= 6).expand(4, 9)
+    with bench.MetaCuda() as card:
+        scorer = TokenScorer(bench.make_model("tiny", "bfloat16"))
+        rows = Rows.from_padded(tokens, mask)
+        rows.values[keys.KEPT] = torch.randint(-1, 50, (len(rows.scored), 5), dtype=torch.int32)
+        scores = scorer.score_rows(scorer.layout(rows), rows.values)
+        card.reset()
+        scores = scorer.score_rows(scorer.layout(rows), rows.values)
+        (scores["log_prob"].sum() + scores["entropy"].sum()).backward()
+    assert card.totals()["launches"] > 100
+    assert not card.waits
 
 
 @pytest.mark.slow

@@ -134,6 +134,10 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
             r"model\.attn_implementation=foo must be an attention .*: use sdpa or eager",
         ),
         (
+            ["model.attn_implementation=FA4"],
+            r"model\.attn_implementation=FA4 must be an attention .*: use sdpa or eager",
+        ),
+        (
             ["policy.loss._target_=torchrl_grpo.objectives.CISPOLoss", "policy.dual_clip=3"],
             r"policy\.loss\._target_=torchrl_grpo\.objectives\.CISPOLoss was refused: dual_clip=3",
         ),

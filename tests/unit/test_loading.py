@@ -7,6 +7,7 @@ import json
 import math
 import socket
 import ssl
+import sys
 import urllib.error
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -30,6 +31,7 @@ from transformers import (
 from tests.support.configs import compose_config
 from tests.support.families import make_family
 from tests.support.models import make_lora, make_tiny_model
+from torchrl_grpo.compat.transformers import attention_of
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.extras.hints import hub
 from torchrl_grpo.extras.hints.models import check_models
@@ -83,6 +85,49 @@ def test_a_saved_model_loads_as_it_was(tmp_path: Path, tokenizer: PreTrainedToke
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
     assert loading.load_tokenizer(str(tmp_path)).chat_template == tokenizer.chat_template
     assert loading.load_config(str(tmp_path)).vocab_size == 261
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+
+def test_other_flash_kernels_are_sdpa_to_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    activated, attention = list[str](), torch.nn.attention
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activated.append, raising=False)
+    pretend_gpu(monkeypatch, (9, 0))
+    make_tiny_model().save_pretrained(tmp_path)
+    model = loading.load_model(
+        str(tmp_path),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        attn_implementation="FA3",
+    )
+    planned: Any = loading.on_meta(model.config, "FA4")
+    assert activated == ["FA3", "FA4"]
+    assert [attention_of(each.config) for each in (model, planned)] == ["sdpa", "sdpa"]
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "problem"),
+    [
+        ("FA3", (10, 0), r"capability 9\.0 to 9\.x"),
+        ("FA4", (8, 9), r"capability 9\.0 to 10\.x"),
+        ("FA3", (9, 0), ""),
+        ("FA4", (10, 0), ""),
+    ],
+)
+def test_flash_kernels_are_refused_without_gpu_or_module(
+    name: str, capability: tuple[int, int], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, capability)
+    for module in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, module, None)
+    message = rf"model\.attn_implementation={name} .*{problem}.*: use sdpa or eager"
+    with pytest.raises(ValueError, match=message):
+        loading.on_meta(make_tiny_model().config, name)
 
 
 def test_parameters_are_counted_without_weights() -> None:

@@ -27,7 +27,10 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Allow code from the model's repository to run."""
     attn_implementation: str = "sdpa"
-    """Attention of the training and reference models: sdpa, eager, flash_attention_2."""
+    """Attention of the training and reference models: sdpa, eager, flash_attention_2, FA3 or FA4.
+    The last two are sdpa with kernels that PyTorch takes from the modules flash_attn_interface (FA3,
+    compute capability 9) or flash_attn.cute (FA4, 9 and 10). They have not run on a GPU yet.
+    """
 
     @property
     def source(self) -> str:

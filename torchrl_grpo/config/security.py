@@ -100,7 +100,7 @@ def _has_no_text(options: Any) -> bool:
 FROM_COMMAND_LINE: dict[str, Callable[[Any], bool]] = {
     "model.trust_remote_code": not_,
     # Other names may be kernels on the hub.
-    "model.attn_implementation": lambda name: name in ("sdpa", "eager", "flash_attention_2"),
+    "model.attn_implementation": ("sdpa", "eager", "flash_attention_2", "FA3", "FA4").__contains__,
     "model.chat_template": lambda template: template is None or "{" in template,
     "train_model.model_kwargs": not_,
     # Names, and no expression or number that takes much time or memory.

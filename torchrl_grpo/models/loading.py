@@ -300,7 +300,7 @@ def load_model(
         name: folder or hub name.
         dtype: dtype of the weights.
         device: device of the model.
-        attn_implementation: attention, by Transformers' name.
+        attn_implementation: attention, by Transformers' name, or ``FA3`` or ``FA4``.
         trust_remote_code: whether the repository's own code may run.
         arguments: further arguments of ``from_pretrained``.
         quantization: ``nf4`` quantizes the ``inner_linears``, each as it moves to the device; None
@@ -322,7 +322,7 @@ def load_model(
         model, info = _auto_class(config).from_pretrained(
             resolve_name(name),
             dtype=dtype,
-            attn_implementation=attn_implementation,
+            attn_implementation=_activate(attn_implementation),
             trust_remote_code=trust_remote_code,
             use_safetensors=True,  # the other format is pickled
             ignore_mismatched_sizes=True,  # refused below, by name
@@ -450,7 +450,7 @@ def on_meta(
 
     Args:
         config: of the model.
-        attn_implementation: attention, by Transformers' name.
+        attn_implementation: attention, by Transformers' name, or ``FA3`` or ``FA4``.
         trust_remote_code: whether the repository's own code may run.
         **lora: arguments of ``add_lora``, for a model with adapters.
 
@@ -461,15 +461,31 @@ def on_meta(
     return add_lora(model, **lora) if lora else model
 
 
+def _activate(attn_implementation: str) -> str:
+    """Return Transformers' name of an attention. ``FA3`` and ``FA4`` are ``sdpa`` with the kernels
+    that PyTorch then uses for all flash attention in this process.
+    """
+    majors = {"FA3": (9,), "FA4": (9, 10)}.get(attn_implementation)
+    if majors is None:
+        return attn_implementation
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in majors:
+        raise ValueError(f"the GPU must have compute capability {majors[0]}.0 to {majors[-1]}.x")
+    from torch.nn.attention import activate_flash_attention_impl  # older PyTorch has none
+
+    activate_flash_attention_impl(attn_implementation)
+    return "sdpa"
+
+
 def _shapes(
     config: PretrainedConfig, attn_implementation: str, trust_remote_code: bool, **options: Any
 ) -> PreTrainedModel:
     """Return a config's causal LM on the meta device."""
     try:
+        attention = _activate(attn_implementation)
         with torch.device("meta"):
             return _auto_class(config).from_config(
                 config,
-                attn_implementation=attn_implementation,
+                attn_implementation=attention,
                 trust_remote_code=trust_remote_code,
                 **options,
             )

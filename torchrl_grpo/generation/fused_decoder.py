@@ -166,11 +166,7 @@ class FusedDecoder(Decoder):
 
     def cache_bytes(self, prompt_length: int, n: int, max_new_tokens: int) -> int:
         per_token = (
-            2
-            * self.num_layers
-            * self.kv_heads
-            * self.head_dim
-            * self._lm_head.weight.dtype.itemsize
+            2 * self.num_layers * self.kv_heads * self.head_dim * self._lm_head.weight.itemsize
         )
         return (prompt_length * (n if self.static else 1) + n * max_new_tokens) * per_token
 

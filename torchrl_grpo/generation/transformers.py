@@ -21,7 +21,6 @@ from torchrl import torchrl_logger
 from transformers import PreTrainedModel
 
 from torchrl_grpo.checks import context_length
-from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.generation.adapters import remove_adapters, set_adapters
 from torchrl_grpo.generation.base import (
     Completion,
@@ -34,7 +33,7 @@ from torchrl_grpo.generation.decoder import Decoder, GenericDecoder
 from torchrl_grpo.generation.fused_decoder import FusedDecoder, can_fuse
 from torchrl_grpo.generation.sampling import sample
 from torchrl_grpo.generation.stops import ending
-from torchrl_grpo.host.out_of_memory import memory_short
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.threads import limit_threads
 from torchrl_grpo.images import Prompt, tokens_of
 from torchrl_grpo.weights import WeightHandle, load_weights
@@ -150,9 +149,9 @@ class TransformersEngine(Engine):
                     [prompts[i] for i in order], n, params, uniform[order].flatten(0, 1), finish
                 )
         except torch.OutOfMemoryError as error:
-            raise self._memory_short(
-                error, len(prompts[order[0]]), len(prompts), n, params
-            ) from error
+            explain, at_most = load_extra("explain_sampling_memory"), self._kv_cache_bytes
+            rows = len(prompts[order[0]]), len(prompts), n
+            raise explain(self.model, self.decoder, at_most, *rows, params, error) from error
         return groups
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -198,28 +197,6 @@ class TransformersEngine(Engine):
         self._closed = True
         self.__dict__.pop("decoder", None)
         self.__dict__.pop("model", None)
-
-    def _memory_short(
-        self, error: BaseException, longest: int, prompts: int, n: int, params: SamplingParams
-    ) -> MemoryShortError:
-        """Return the error for memory that ran out, with the saving of each option."""
-        weights = sum(
-            parameter.numel() * parameter.element_size() for parameter in self.model.parameters()
-        )
-
-        def batch(prompts: int, max_new_tokens: int) -> int:
-            cache = prompts * self.decoder.cache_bytes(longest, n, max_new_tokens)
-            return min(cache, self._kv_cache_bytes) + prompts * n * self._vocab_size * 4
-
-        whole, half = batch(prompts, params.max_new_tokens), -(-params.max_new_tokens // 2)
-        knobs = {
-            "half of env.num_envs": whole - batch(-(-prompts // 2), params.max_new_tokens),
-            f"inference_model.max_new_tokens={half}": whole - batch(prompts, half),
-        }
-        if self.model.dtype == torch.float32:
-            knobs["inference_model.dtype=bfloat16"] = weights // 2
-        holds = {"weights": weights, f"keys, values and logits of {prompts * n} responses": whole}
-        return memory_short(error, "Sampling", holds, knobs)
 
     def _check_open(self) -> None:
         if self._closed:

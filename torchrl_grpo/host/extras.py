@@ -24,6 +24,7 @@ EXTRAS = {
     "dry_run": "torchrl_grpo.extras.doctor.doctor:examine",  # dry_run=true
     "explain_arguments": "torchrl_grpo.extras.hints.arguments:explain_arguments",  # of a reward
     "explain_model_error": "torchrl_grpo.extras.hints.models:explain_model_error",
+    "explain_sampling_memory": "torchrl_grpo.extras.hints.memory:explain_sampling_memory",
     "explain_scoring_memory": "torchrl_grpo.extras.hints.memory:explain_scoring_memory",
     "explain_step_memory": "torchrl_grpo.extras.hints.memory:explain_step_memory",
     "explain_words": "torchrl_grpo.extras.hints.words:explain_words",  # in the error for a command line

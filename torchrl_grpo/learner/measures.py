@@ -64,16 +64,14 @@ class StepMeasures:
         sums = {"changed": _squares(changes), "size": _squares(before)}
         states = [optimizer.state.get(parameter, {}) for parameter in self._parameters]
         states = [state for state in states if "exp_avg_sq" in state]
-        if has_small_states(optimizer):
-            states = []
-        if states:
+        if states and not has_small_states(optimizer):
             sums["of_mean"] = _squares(self._few([state["exp_avg"] for state in states]))
             # None is negative, so that the 1-norm is the sum.
             squares = self._few([state["exp_avg_sq"] for state in states])
             sums["of_square"] = norms(squares, 1.0).sum()
         sums = self._over_ranks(sums)
         metrics = {"update_size": (sums["changed"] / sums["size"].clamp(min=1e-30)).sqrt()}
-        if not states:
+        if "of_mean" not in sums:
             return metrics
         # Adam's moments are running means of the gradient and of its square. The square of the
         # first is less than the second by the variance, except for the share of the variance that

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from tensordict import NestedKey
+from transformers import PreTrainedModel
 
 from torchrl_grpo import keys
 from torchrl_grpo.errors import MemoryShortError
+from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.decoder import Decoder
 from torchrl_grpo.host.out_of_memory import memory_short
 from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models.loading import shape_of
@@ -60,6 +64,46 @@ def explain_scoring_memory(
         knobs["ref_model.dtype=bfloat16"] = weights // 2 if of_weights == 4 else 0
     what = _PURPOSES.get(scoring.out_key, "Scoring sequences")
     return memory_short(error, what, {"weights": weights, "activations": activations}, knobs)
+
+
+def explain_sampling_memory(
+    model: PreTrainedModel,
+    decoder: Decoder,
+    kv_cache_bytes: int,
+    longest: int,
+    prompts: int,
+    n: int,
+    params: SamplingParams,
+    error: BaseException,
+) -> MemoryShortError:
+    """Return the error of the ``transformers`` engine that ran out of memory.
+
+    Args:
+        model: the engine's model.
+        decoder: the engine's decoder.
+        kv_cache_bytes: maximum memory for keys and values.
+        longest: tokens of the longest prompt.
+        prompts: number of prompts.
+        n: responses to each prompt.
+        params: parameters of sampling.
+        error: the error that PyTorch raised.
+    """
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+
+    def batch(prompts: int, max_new_tokens: int) -> int:
+        cache = prompts * decoder.cache_bytes(longest, n, max_new_tokens)
+        return min(cache, kv_cache_bytes) + prompts * n * vocabulary * 4
+
+    whole, half = batch(prompts, params.max_new_tokens), -(-params.max_new_tokens // 2)
+    knobs = {
+        "half of env.num_envs": whole - batch(-(-prompts // 2), params.max_new_tokens),
+        f"inference_model.max_new_tokens={half}": whole - batch(prompts, half),
+    }
+    if model.dtype == torch.float32:
+        knobs["inference_model.dtype=bfloat16"] = weights // 2
+    holds = {"weights": weights, f"keys, values and logits of {prompts * n} responses": whole}
+    return memory_short(error, "Sampling", holds, knobs)
 
 
 def forward_memory(shape: Shape, tokens: int, number: int) -> int:

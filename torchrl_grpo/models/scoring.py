@@ -302,7 +302,7 @@ class TokenScorer(TensorDictModuleBase):
             "temperature": self.temperature,
             "max_chunk_elements": self.max_chunk_elements,
         }
-        kept = ()
+        kept: Iterable[Tensor] = ()
         if keys.KEPT in values:  # on the CPU, while the device computes the states
             kept = map(to_device, values[keys.KEPT].cpu().unique(return_inverse=True))
         scores = chunked_log_probs(

@@ -8,6 +8,7 @@ import atexit
 import gc
 import logging
 import os
+import random
 import runpy
 import sys
 from collections import defaultdict
@@ -44,6 +45,8 @@ if sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:
 settings.register_profile("few", max_examples=40, deadline=None, derandomize=True)
 settings.register_profile("many", max_examples=400, deadline=None)
 settings.load_profile("few")
+
+SEED = 7
 
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
@@ -118,6 +121,12 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """Let a test draw the same numbers whether or not its fixtures had to be made."""
+    seed_all()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test with the requirements that its folder's name implies, and sort the files."""
     for item in items:
@@ -161,9 +170,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Units(config, log)
 
 
+def seed_all() -> None:
+    """Seed what code without a generator of its own draws from."""
+    import numpy as np
+    import torch
+
+    random.seed(SEED)
+    np.random.seed(SEED)
+    if torch.cuda.is_initialized():
+        torch.manual_seed(SEED)
+    torch.default_generator.manual_seed(SEED)  # manual_seed() looks for all kinds of devices
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Let Ray and vLLM start processes that already have the imports, see ``tests.support.forks``."""
+    """Give each test, and the fixtures that it is the first to need, the same random numbers in any
+    order. Let Ray and vLLM start processes that already have the imports, see
+    ``tests.support.forks``.
+    """
+    seed_all()
     if sys.platform == "linux" and {"vllm", "ray"} & {mark.name for mark in item.iter_markers()}:
         from tests.support import forks
 

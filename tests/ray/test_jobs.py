@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.configs import ROOT
+from tests.support.ports import free_port
 from tests.support.processes import alive, below, listening
 from tests.support.slurm import SCRIPTS, environment
 from torchrl_grpo.host.files import read_jsonl
@@ -82,11 +83,8 @@ def test_a_job_on_two_nodes_trains_over_ray_symmetric_run(folder: Path) -> None:
 @contextmanager
 def cluster(folder: Path, env: dict[str, str]) -> Iterator[tuple[str, int]]:
     """Yield the job address and the process of a cluster with its own ports and folder."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
     names = ("port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-port")
+    ports = [free_port() for _ in names]
     own = [f"--{name}={port}" for name, port in zip(names, ports, strict=True)]
     size = [
         "--num-cpus=1",

@@ -19,6 +19,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.support.ports import free_port
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
 
@@ -48,10 +49,9 @@ class SGLangStub:
 
     Args:
         path: of the model.
-        port: to listen on; 0 is any.
     """
 
-    def __init__(self, path: str, port: int = 0) -> None:
+    def __init__(self, path: str) -> None:
         self.path, self.label, self.raw, self.slow_s = path, FIRST, False, 0.0
         self.aborts = self.foreign = self.lies = self.busy = 0
         self.hangs = threading.Event()
@@ -64,7 +64,7 @@ class SGLangStub:
         self._one = threading.Lock()
         self.engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(path).float().eval())
         self.context, self.vocabulary = 2048, self.engine.model.config.vocab_size
-        self.start(port)
+        self.start(free_port())
 
     def start(self, port: int) -> None:
         """Listen; the weights are the first ones again if they were changed."""
@@ -103,7 +103,7 @@ class SGLangStub:
 
         self._connections: list[Any] = []
         self._server = Server(("127.0.0.1", port), Handler)
-        self.port = self._server.server_address[1]
+        self.port = port
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     @property

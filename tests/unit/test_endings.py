@@ -68,11 +68,11 @@ def test_a_run_whose_stacks_cannot_be_written_ends_all_the_same(
     (tmp_path / "run" / "stacks.txt").mkdir(parents=True)
     slow = f"env.reward={tmp_path}/slow.py:score"
     with pytest.raises(SystemExit) as ended, orderly_exit():
-        run(tmp_path / "run", slow, steps(5), "train.stall_timeout_s=3")
+        run(tmp_path / "run", slow, steps(5), "train.stall_timeout_s=6")
     assert ended.value.code == STALLED_STATUS
     stderr = capfd.readouterr().err
     assert (
-        "error: no progress for 3 s (train.stall_timeout_s); current task: sample and score the batch of step 3"
+        "error: no progress for 6 s (train.stall_timeout_s); current task: sample and score the batch of step 3"
         in stderr
     )
     assert "Its stacks could not be written (IsADirectoryError" in stderr

@@ -8,7 +8,6 @@ import json
 import random
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -48,7 +47,7 @@ class Judge:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         url = f"http://127.0.0.1:{self.server.server_port}/v1"
-        self.options = {"url": url, "model": "judge", "retries": 0, "timeout_s": 1}
+        self.options = {"url": url, "model": "judge", "retries": 0}
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
 
@@ -137,20 +136,22 @@ def test_a_malformed_ranking_is_an_error(serve: Any, reply: str) -> None:
 
 
 def test_a_slow_or_dead_judge_is_an_error_and_is_asked_again_later(serve: Any) -> None:
-    problems = iter(["slow", "dead"])
+    problems, over = iter(["slow", "dead"]), threading.Event()
 
     def rule(question: str) -> str:
         match next(problems, ""):
             case "slow":
-                time.sleep(1.5)
+                over.wait()
             case "dead":
                 raise ValueError("dead")
         return by_length(question)
 
     judge = serve(rule)
+    judge.options["timeout_s"] = 2
     for _ in range(2):
         with pytest.raises(RuntimeError, match="must answer"):
             ranked(judge, ["a", "bb"])
+    over.set()
     assert ranked(judge, ["a", "bb"]).parts["1/judge_ranking"] == 1
 
 

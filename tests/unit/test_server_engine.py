@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.configs import SMALL, compose_config
 from tests.support.models import make_lora, response_log_probs
+from tests.support.ports import free_port
 from tests.support.prompts import PROMPTS
 from tests.support.sglang_stub import SGLangStub
 from tests.support.weights import Trained
@@ -70,12 +70,6 @@ def moved() -> torch.nn.Module:
         for weight in model.parameters():
             weight.add_(0.3 * weight.std() * torch.randn_like(weight) if weight.dim() > 1 else 0)
     return model
-
-
-def closed_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
 
 
 @pytest.mark.slow
@@ -255,7 +249,7 @@ def test_an_evaluation_alone_loads_no_model_and_leaves_the_served_one(
 
 
 def test_a_server_that_does_not_answer_is_refused_before_weights_load() -> None:
-    address = f"http://127.0.0.1:{closed_port()}"
+    address = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(ConfigError, match=f"address={address} must be a server.* Start it"):
         prepare(compose_config(*served(address)), [])
 

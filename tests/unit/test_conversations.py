@@ -91,7 +91,7 @@ def test_a_tool_that_hangs_or_ends_its_process_is_told_to_the_policy(
     tokenizer: PreTrainedTokenizerFast, encode: Callable[[str], list[int]]
 ) -> None:
     task = WithTools(EchoTask(), Toolbox([hang, leave]))
-    with RewardPool(task, 2, timeout_s=1.0) as pool:
+    with RewardPool(task, 2, timeout_s=3.0) as pool:
         env = LLMEnv(task, tokenizer, num_envs=2, repeats=2, max_turns=2, reward_pool=pool)
         data = env.reset()
         first = prompts(data)[0]
@@ -101,7 +101,7 @@ def test_a_tool_that_hangs_or_ends_its_process_is_told_to_the_policy(
             False,
             False,
         ]
-        for row, why in enumerate(("it took longer than 1 s", "its process ended")):
+        for row, why in enumerate(("it took longer than 3 s", "its process ended")):
             result = encode(turn("tool", f"error: {why}") + "<|assistant|>")
             assert prompts(after["next"])[row] == [*first, *responses[row], *result]
         counts = env.take_counts()

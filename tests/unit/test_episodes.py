@@ -124,13 +124,13 @@ def test_a_worker_that_dies_costs_its_own_dialogs_and_no_others(path: Path) -> N
 
 @pytest.mark.slow
 def test_a_dialog_that_takes_too_long_costs_its_worker_alone(path: Path) -> None:
-    with RewardPool(KeepingTask(path), 2, timeout_s=2.0) as pool:
+    with RewardPool(KeepingTask(path), 2, timeout_s=3.0) as pool:
         play(pool, dialog("a"), dialog("b"))
         hung, fine = play(pool, dialog("a", "hang"), dialog("b", "1"))
         assert (
             isinstance(hung, Failure)
             and hung.cause == "timeout"
-            and "env.reward_timeout_s=2" in hung.text
+            and "env.reward_timeout_s=3" in hung.text
         )
         assert isinstance(fine, Turn)
         assert pool.take_counts() == {RESTARTS: 0, TIMED_OUT: 1}

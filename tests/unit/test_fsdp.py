@@ -18,13 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
-from torch import multiprocessing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.families import make_family
 from tests.support.models import make_tiny_model
+from tests.support.ranks import start_ranks
 from tests.support.runs import whole_state_of
 from tests.support.training import make_batch
 from torchrl_grpo import keys
@@ -569,16 +569,6 @@ def single(folder: Path) -> dict[str, Any]:
     return out
 
 
-def start(run: Callable[..., None], world_size: int, folder: Path) -> None:
-    """Start ranks: one process imports, and the ranks are its forks."""
-    multiprocessing.set_forkserver_preload(
-        ["torchrl_grpo.runtime", __name__]
-    )  # the first process makes later imports fast
-    multiprocessing.start_processes(
-        run, (world_size, str(folder)), world_size, start_method="forkserver"
-    )
-
-
 def given_by(name: str, world_size: int, folder: Path) -> list[dict[str, Any]]:
     """Return the results of each rank of a group."""
     return [torch.load(folder / f"rank_{name}_{rank}.pt") for rank in range(world_size)]
@@ -586,19 +576,19 @@ def given_by(name: str, world_size: int, folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def two(folder: Path, single: dict[str, Any]) -> list[dict[str, Any]]:
-    start(run_two_ranks, 2, folder)
+    start_ranks(run_two_ranks, 2, 2, str(folder))
     return given_by("2", 2, folder)
 
 
 @pytest.fixture(scope="module")
 def four(folder: Path, single: dict[str, Any]) -> list[dict[str, Any]]:
-    start(run_rank, 4, folder)
+    start_ranks(run_rank, 4, 4, str(folder))
     return given_by("4", 4, folder)
 
 
 @pytest.fixture(scope="module")
 def two_by_two(folder: Path, single: dict[str, Any]) -> None:
-    start(run_two_by_two, 4, folder)
+    start_ranks(run_two_by_two, 4, 4, str(folder))
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
-from torch import multiprocessing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase
 
 from tests.support.pictures import picture
+from tests.support.ranks import start_ranks
 from tests.support.vision import MAKERS
 from torchrl_grpo import keys
 from torchrl_grpo.chat.template import ChatEncoder
@@ -165,8 +165,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     folder = tmp_path_factory.mktemp("ranks")
     for family in {family for family, *_ in CASES}:
         MAKERS[family](folder / family, tokenizer)
-    multiprocessing.set_forkserver_preload(["torchrl_grpo.runtime", __name__])
-    multiprocessing.start_processes(run_rank, (str(folder),), 2, start_method="forkserver")
+    start_ranks(run_rank, 2, str(folder))
     return folder
 
 

@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -303,15 +304,24 @@ def test_ctrl_c_while_the_script_imports_gives_no_traceback(
 
 
 @pytest.mark.slow
-def test_a_time_limit_saves_and_ends_well(run_here: Callable[..., int], tmp_path: Path) -> None:
+def test_a_time_limit_saves_and_ends_well(
+    run_here: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of the loop jumps after a few steps, however slow they are."""
+    looks = count()
+    clock = SimpleNamespace(
+        perf_counter=time.perf_counter,
+        monotonic=lambda: time.monotonic() + 10_000 * (next(looks) > 3),
+    )
+    monkeypatch.setattr("torchrl_grpo.loop.time", clock)
     script = ROOT / "sota" / "grpo" / "grpo.py"
     status = run_here(
-        script, "--config-name", "grpo_arithmetic", *SMALL, steps(100_000), "train.time_limit=2",
+        script, "--config-name", "grpo_arithmetic", *SMALL, steps(100_000), "train.time_limit=9000",
         f"hydra.run.dir={tmp_path / 'run'}",
     )  # fmt: skip
     assert status == 0
     assert (
-        "WARNING] - train.time_limit=2 ended the run after step"
+        "WARNING] - train.time_limit=9000 ended the run after step"
         in (tmp_path / "run" / "grpo.log").read_text()
     )
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import make_tiny_model
+from tests.support.ranks import start_ranks
 from tests.support.training import make_batch
 from torchrl_grpo import keys
 from torchrl_grpo.learner import PolicyTrainer
@@ -116,8 +117,7 @@ def run_rank(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("ranks")
-    multiprocessing.set_forkserver_preload(["torchrl_grpo.runtime", __name__])
-    multiprocessing.start_processes(run_rank, (str(folder),), 2, start_method="forkserver")
+    start_ranks(run_rank, 2, str(folder))
     return [torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import forks
 from tests.support.configs import ROOT, SMALL, compose_config, composed
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import GRPOConfig, from_hydra, plain
@@ -65,18 +66,19 @@ def plugin(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.slow
 def test_a_command_line_uses_an_installed_package(installed: Path, tmp_path: Path) -> None:
     command = [sys.executable, SYNC, "--config-name", "grpo_arithmetic", *SMALL, *OPTIONS]
-    done = subprocess.run(
+    with forks.Popen(
         [*command, "hydra.run.dir=run", "env.dataset=null", "env.difficulty=2"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(installed), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    ) as process:
+        stdout, stderr = process.communicate(timeout=600)
+    assert process.returncode == 0, stderr
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert all(0 <= row["reward/nines/mean"] <= 1 for row in rows[1:])
-    counts = [int(line.split()[1]) for line in done.stdout.splitlines() if "counted" in line]
+    counts = [int(line.split()[1]) for line in stdout.splitlines() if "counted" in line]
     assert sum(counts) == 32 and len(rows) == 3
     steps = (tmp_path / "run" / "tracked.txt").read_text().splitlines()[1:]
     assert [line.split()[0] for line in steps] == ["0", "1", "2"]

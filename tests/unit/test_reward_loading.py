@@ -150,7 +150,7 @@ def test_reward_workers_name_the_cause_of_every_invalid_reward(tmp_path: Path) -
     (tmp_path / "mine.py").write_text(HOSTILE)
     task = WithRewards(ArithmeticTask(), make_rewards(f"{tmp_path}/mine.py:score"))
     orders = ("fine", "huge", "nan", "none", "text", "sys.exit", "exit", "hang", "x" * 10**7)
-    with RewardPool(task, 2, timeout_s=1) as pool:
+    with RewardPool(task, 2, timeout_s=3) as pool:
         futures = [pool.submit(dialog(order)) for order in orders]
         turns = [future.result() for future in futures]
     rewards = [turn.score.reward for turn in turns if isinstance(turn, Turn) and turn.score]

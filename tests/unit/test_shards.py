@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing, nn
+from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torchrl import torchrl_logger
 
+from tests.support.ranks import start_ranks
 from tests.support.runs import changed, reseal, whole_state_of
 from torchrl_grpo.assembly.observers import Saver
 from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError, NotSavedError
@@ -126,17 +127,10 @@ def save_on(rank: int, folder: str, first: int) -> None:
         parts.saver.finish()
 
 
-def start(work: Callable[..., None], *args: Any) -> Any:
-    multiprocessing.set_forkserver_preload(["torchrl_grpo.runtime", __name__])
-    return multiprocessing.start_processes(work, args, RANKS, join=False, start_method="forkserver")
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("ranks")
-    context = start(save_much, str(folder))
-    while not context.join():
-        """Until both have ended."""
+    start_ranks(save_much, RANKS, str(folder))
     return SimpleNamespace(
         folder=folder, told=[torch.load(folder / f"told_{rank}.pt") for rank in range(RANKS)]
     )
@@ -271,7 +265,7 @@ def test_ranks_that_are_killed_in_a_save_leave_only_whole_folders(tmp_path: Path
         if rounds >= 3 and parts:
             break
         Checkpointer(folder, {}).begin(reached[-1])
-        context = start(save_on, str(tmp_path), reached[-1])
+        context = start_ranks(save_on, RANKS, str(tmp_path), reached[-1], join=False)
         while (
             max((step_of(path) or 0 for path in checkpoints_in(folder)), default=0) == reached[-1]
         ):

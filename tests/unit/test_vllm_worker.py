@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from tests.support import forks
 from torchrl_grpo.generation.base import SamplingParams, preserve_rng
 from torchrl_grpo.generation.vllm import VLLMBase
 from torchrl_grpo.weights import worker as worker_module
@@ -41,9 +42,7 @@ def test_another_process_keeps_the_weights_that_their_maker_dropped():
     )
     block = shared.block
     command = [sys.executable, "-c", READER, pickle.dumps(block).hex()]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as reader:
+    with forks.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert float(reader.stdout.readline()) == 6.0
         shared.close()
         assert reader.communicate("\n")[0].strip() == "6.0"

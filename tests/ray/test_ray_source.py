@@ -211,11 +211,15 @@ class Deadly(Doubling):
         os._exit(1)
 
 
-class SlowEngine(CountingEngine):
-    """Take long to read the first weights."""
+class WaitingEngine(CountingEngine):
+    """Read weights only once a file exists."""
+
+    def __init__(self, file: Path, pause_s: float) -> None:
+        super().__init__(pause_s)
+        self.file = file
 
     def load(self, handle: WeightHandle, version: int) -> None:
-        time.sleep(0 if version else 1.0)
+        until(self.file.exists)
         super().load(handle, version)
 
 
@@ -391,17 +395,21 @@ def test_the_staleness_bound_holds_under_a_slow_trainer(
 
 
 def test_weights_stay_while_a_sampler_reads_them_and_are_then_freed(
-    source_of: Callable[..., Rollouts],
+    source_of: Callable[..., Rollouts], tmp_path: Path
 ) -> None:
-    released = list[int]()
+    released, file = list[int](), tmp_path / "may read"
     source = source_of(
-        total_groups=BATCH, max_staleness=2, engine=SlowEngine, release=released.append
+        total_groups=BATCH,
+        max_staleness=2,
+        engine=partial(WaitingEngine, file),
+        release=released.append,
     )
     source.publish(weights_of(0), 0)
     until(lambda: source.samplers[0].updating == 0)
     for version in (1, 2):
         source.publish(weights_of(version), version)
     assert released == [1]  # never read
+    file.touch()
     until(lambda: source.samplers[0].version == 2)
     assert released == [1, 0]
 
@@ -461,8 +469,8 @@ class Unequal(CountingEngine):
             (self.folder / "slow").symlink_to(str(os.getpid()))
 
     def load(self, handle: WeightHandle, version: int) -> None:
-        slow = (self.folder / "slow").readlink().name == str(os.getpid())
-        time.sleep(0.5 if slow else 0)
+        if (self.folder / "slow").readlink().name == str(os.getpid()):
+            until((self.folder / "published").exists)
         super().load(handle, version)
         with (self.folder / f"{os.getpid()}.txt").open("a") as file:
             file.write(f"{version} ")
@@ -481,7 +489,7 @@ def test_samplers_that_take_weights_together_all_take_the_same_versions(
     source = source_of(samplers=2, total_groups=BATCH, engine=engine, together=True, waits=False)
     for version in range(8):
         source.publish(weights_of(version), version)
-        time.sleep(0.2)
+    (tmp_path / "published").touch()
     until(lambda: all(sampler.version == 7 for sampler in source.samplers))
     one, other = (path.read_text() for path in tmp_path.glob("*.txt"))
     assert one == other and one.endswith("7 ") and len(one.split()) < 8

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+from transformers import PreTrainedTokenizerFast
 
+from tests.support.classifiers import SCORER, make_classifier
+from tests.support.comparisons import longer
+from tests.support.judges import Judge, by_length
 from tests.support.math_pairs import FEW, verdicts
+from tests.support.processes import command_line
 from tests.support.reward_runs import assert_killed_reward_workers_change_no_number
+from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.runtime.cluster import Cluster
+from torchrl_grpo.tasks.arithmetic import ArithmeticTask
+from torchrl_grpo.tasks.base import Dialog, Problem
+from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 
 ray = pytest.importorskip("ray")
 
@@ -27,3 +39,53 @@ def test_a_ray_actor_gives_the_verdicts_of_this_process(ray_cluster: Cluster) ->
 
     judge = ray.remote(Judge).remote()
     assert ray.get(judge.verdicts.remote(), timeout=300) == [verdict for *_, verdict in FEW]
+
+
+@pytest.mark.slow
+def test_actors_rank_groups_and_share_one_reward_model(
+    ray_cluster: Cluster, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    pytest.importorskip("httpx2")
+    make_classifier(tmp_path, tokenizer)
+    judge = Judge(by_length)
+    rewards = [
+        {"fn": "judge_ranking", "judge": judge.options, "weight": 0.5},
+        {"fn": longer, "name": "rank", "weight": 2},
+        {"fn": "reward_model", "model": str(tmp_path)},
+    ]
+    texts = ["1", "22", "333", "22"]
+
+    class Sampler:
+        def __init__(self, task: WithRewards) -> None:
+            task.load_models()
+            self.pool = RewardPool(task, 1, timeout_s=120)
+
+        def play(self) -> tuple[dict[str, Any], list[float]]:
+            dialogs = [Dialog(Problem("6*7=?", "42"), [text]) for text in texts]
+            group = Dialog(Problem("6*7=?", "42"), ["-"], group=dialogs)
+            compared, *own = (future.result() for future in self.pool.submit_all([group, *dialogs]))
+            return dict(compared.score.parts), [turn.score.reward for turn in own]
+
+        def close(self) -> None:
+            self.pool.close()
+
+    task = WithRewards(ArithmeticTask(), make_rewards(rewards))
+    samplers = [ray.remote(Sampler).remote(task) for _ in range(2)]
+    results = ray.get([sampler.play.remote() for sampler in samplers], timeout=300)
+    for parts, own in results:
+        assert [parts[f"{i}/judge_ranking"] for i in range(4)] == [0.0, 0.5, 1.0, 0.5]
+        assert [parts[f"{i}/rank"] for i in range(4)] == [0.0, 1.0, 3.0, 1.0]
+        assert [parts[f"{i}/"] for i in range(4)] == [0.0, 2.25, 6.5, 2.25]
+        assert own == results[0][1] and own[1] == own[3] != own[0]
+    assert len(judge.questions) == 2  # one for each process
+    processes = [p for p in psutil.process_iter() if SCORER in command_line(p)]
+    assert len([p for p in processes if str(tmp_path) in command_line(p)]) == 1
+    ray.get([sampler.close.remote() for sampler in samplers])
+    for sampler in samplers:
+        ray.kill(sampler)
+    end = time.monotonic() + 60
+    while any(p.is_running() for p in processes) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not any(p.is_running() for p in processes)
+    judge.server.shutdown()
+    judge.server.server_close()

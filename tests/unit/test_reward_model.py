@@ -17,15 +17,13 @@ import torch
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
     XLNetConfig,
     XLNetForSequenceClassification,
 )
 
-from tests.support.processes import alive, command_line
+from tests.support.classifiers import make_classifier, save, scorers
+from tests.support.processes import alive
 from torchrl_grpo.host.event_loop import event_loop
 from torchrl_grpo.integrations.graders import reward_model as client
 from torchrl_grpo.integrations.graders.reward_scorer import RewardScorer
@@ -36,25 +34,6 @@ from torchrl_grpo.tasks.conversations import WithRetry
 from torchrl_grpo.tasks.mixed import MixedTask
 from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
 from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
-
-SCORER = "graders.reward_scorer"
-
-
-def make_classifier(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, labels: int = 1, pad: int | None = 0
-) -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64, num_labels=labels, pad_token_id=pad, initializer_range=0.3,
-    )  # fmt: skip
-    return save(LlamaForSequenceClassification(config), folder, tokenizer)
-
-
-def save(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerFast) -> Any:
-    model.eval().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model
 
 
 def chat(response: str) -> list[dict[str, str]]:
@@ -194,12 +173,6 @@ def test_models_of_all_wrapped_rewards_are_loaded() -> None:
     ]
     MixedTask(tasks, [1, 1, 1], ["a", "b", "c"]).load_models()
     assert loaded == ["a", "rank"] * 2
-
-
-def scorers(pids: list[int]) -> set[psutil.Process]:
-    """Return the models' processes among the descendants of processes."""
-    below = [child for pid in pids for child in psutil.Process(pid).children(recursive=True)]
-    return {child for child in below if SCORER in command_line(child)}
 
 
 @pytest.fixture

@@ -188,20 +188,24 @@ class _Client(asyncio.Protocol):
 
 
 async def _open(address: str) -> _Client:
-    loop = asyncio.get_running_loop()
-    transport, client = await loop.create_unix_connection(_Client, address)
-    if not is_own(transport):
-        transport.close()
-        raise RuntimeError("another user answers at the address of the reward model's process.")
+    peer = socket.socket(socket.AF_UNIX)
+    try:
+        peer.connect(address)  # here, because uvloop, which Ray uses, cannot read such names
+        if not is_own(peer):
+            raise RuntimeError("another user answers at the address of the reward model's process.")
+        _, client = await asyncio.get_running_loop().create_unix_connection(_Client, sock=peer)
+    except BaseException:
+        peer.close()
+        raise
     return client
 
 
-def is_own(transport: asyncio.BaseTransport) -> bool:
+def is_own(peer: Any) -> bool:
     """Return whether this user's process is at the other end of a socket. Linux's socket names have
     no permissions.
     """
     if sys.platform != "linux":
         return True
-    size, peer = struct.calcsize("3i"), transport.get_extra_info("socket")
+    size = struct.calcsize("3i")
     values = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return values[1] == os.geteuid()

@@ -164,7 +164,7 @@ class _Server:
         self._clients += 1
         tasks = set()
         try:
-            while is_own(writer.transport) and (line := await reader.readline()):
+            while is_own(writer.get_extra_info("socket")) and (line := await reader.readline()):
                 tasks.add(task := asyncio.ensure_future(self._answer(line, writer)))
                 task.add_done_callback(tasks.discard)
         except (OSError, ValueError):  # the client died, or sent too long a line

@@ -113,7 +113,9 @@ class Tracer(Observer):
             if span["step"] not in self.steps:
                 continue
             start = span["start"] - base_s
-            event = {"cat": "timeline", "name": f"{span['actor']}: {span['kind']}", "id": number}
+            name = f"{span['actor']}: {span['kind']}"
+            # A local id keeps the tracks in the group of their process.
+            event = {"cat": "timeline", "name": name, "id2": {"local": hex(number)}}
             for phase, at in (("b", start), ("e", start + span["seconds"])):
                 yield {**event, "ph": phase, "ts": at * 1e6, "pid": "timeline", "args": span}
 

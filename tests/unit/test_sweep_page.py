@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from html import escape
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 import yaml
 
 from tests.support.hostile import HOSTILE, SHOWN
+from torchrl_grpo.extras.report.comparison import tests_of
+from torchrl_grpo.extras.report.records import read_tests
 from torchrl_grpo.extras.report.summary import objective, summarize
 from torchrl_grpo.extras.report.sweep import main
 from torchrl_grpo.extras.report.sweep_report import influence, read_jobs, varying_keys, write_sweep
@@ -157,6 +160,29 @@ def test_a_folder_without_jobs_is_refused(
         main([str(tmp_path)])
     assert end.value.code == 2
     assert f"error: {tmp_path} must be the folder of a multirun" in capsys.readouterr().err
+
+
+def test_samples_are_read_one_by_one_and_only_the_last_tests_are_kept(tmp_path: Path) -> None:
+    def line(step: int, split: str, number: int) -> str:
+        text = '"test"' + "x" * 1000
+        row = {"step": step, "split": split, "query": f"q{number}", "problem": number}
+        return json.dumps(row | {"response": text}) + "\n"
+
+    path = tmp_path / "samples.jsonl"
+    with path.open("w") as file:
+        for step in range(100):
+            file.writelines(line(step, "train", number) for number in range(20))
+            file.writelines(line(step, "test", number) for number in range(3))
+        file.write(line(100, "test", 0)[:-1])  # a crash cut it off
+    tracemalloc.start()
+    rows = tests_of(read_tests(path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [(row["step"], row["query"]) for row in rows.values()] == [
+        (99, "q0"), (99, "q1"), (99, "q2"),
+    ]  # fmt: skip
+    assert peak < path.stat().st_size / 10
+    assert tests_of(read_tests(tmp_path / "none")) == {}
 
 
 def test_runs_are_compared_with_the_best_one_and_corrected(sweep: Path) -> None:

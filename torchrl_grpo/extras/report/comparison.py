@@ -58,10 +58,14 @@ def tests_of(rows: Iterable[Row], step: int | None = None) -> dict[Problem, Row]
     """Return the row of each test problem at a step, or at the last one, by data set, text and, if
     several problems have one text, a number, so that problems of two runs can be paired.
     """
-    tests = [row for row in rows if row.get("split") == "test"]
-    if step is None:
-        step = max((row["step"] for row in tests), default=0)
-    ends = {problem_of(row): row for row in tests if row["step"] == step}
+    last, ends = step or 0, dict[int | str, Row]()
+    for row in rows:
+        if row.get("split") != "test":
+            continue
+        if step is None and row["step"] > last:
+            last, ends = row["step"], {}
+        if row["step"] == last:
+            ends[problem_of(row)] = row
     seen = Counter[Problem]()
     problems = {}
     for row in ends.values():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from torchrl_grpo.extras.run_files import load_yaml, read_inside
+from torchrl_grpo.host.files import parse_row
 from torchrl_grpo.host.text import printable_lines
 
 OVERRIDES = ".hydra/overrides.yaml"
@@ -23,6 +24,19 @@ def problem_of(row: Mapping[str, Any]) -> int | str:
     """
     number: int | None = row.get("problem")
     return str(row.get("query")) if number is None else number
+
+
+def read_tests(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of test problems in a ``samples.jsonl``, one at a time, because the file may be
+    larger than the memory; none if it does not exist.
+    """
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            for line in file:
+                is_candidate = '"test"' in line and line.endswith("\n")
+                row = parse_row(line) if is_candidate else None
+                if row is not None and row.get("split") == "test":
+                    yield row
 
 
 def valid_reward(row: Mapping[str, Any]) -> Any:

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchrl_grpo.extras.report.comparison import compare_tests, tests_of
-from torchrl_grpo.extras.report.records import passes, problem_of, valid_reward
+from torchrl_grpo.extras.report.records import passes, problem_of, read_tests, valid_reward
 from torchrl_grpo.extras.run_files import read_thumbnail
 from torchrl_grpo.host.files import SAMPLES_FILE, read_jsonl, thumbnail_name
 from torchrl_grpo.host.text import number, percent, printable_lines, reward_text
@@ -65,7 +65,7 @@ def main(
         found = compare(matches)
         if options.compare:
             old, new = (
-                tests_of(read_jsonl(path), _step_of(name))
+                tests_of(read_tests(path), _step_of(name))
                 for name, path in zip(names, paths, strict=True)
             )
             found = [

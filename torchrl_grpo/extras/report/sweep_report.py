@@ -18,7 +18,7 @@ from typing import Any
 
 from torchrl_grpo.extras.report.comparison import adjust, compare_tests, tests_of
 from torchrl_grpo.extras.report.panels import COLORS, LOSS, PANELS, Panel, has_matplotlib, series
-from torchrl_grpo.extras.report.records import OVERRIDES, overrides_of, short_value
+from torchrl_grpo.extras.report.records import OVERRIDES, overrides_of, read_tests, short_value
 from torchrl_grpo.extras.report.report import page_template, title_of
 from torchrl_grpo.extras.report.summary import merge_steps, objective, summarize
 from torchrl_grpo.host.files import METRICS_FILE, SAMPLES_FILE, read_jsonl
@@ -141,7 +141,7 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
 def _against_best(directory: Path, ranked: Sequence[Job]) -> dict[str, str]:
     """Compare each job's last evaluation with that of the best job, over the same problems."""
     best, *others = [
-        (job.name, tests_of(read_jsonl(directory / job.name / SAMPLES_FILE))) for job in ranked
+        (job.name, tests_of(read_tests(directory / job.name / SAMPLES_FILE))) for job in ranked
     ]
     comparisons = adjust([compare_tests(best[1], tests) for _, tests in others])
     return {

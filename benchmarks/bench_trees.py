@@ -89,11 +89,10 @@ def make_rows(name: str, vocab: int, trajectories: int | None) -> Rows:
 def work(model_name: str, batch_name: str, trajectories: int | None, budget: int) -> None:
     """Make a step for each line of standard input; print its CPU time, tokens and loss."""
     import torch
-    from bench_train_step import make_model
+    from bench_train_step import Trainer, make_model
     from tensordict import TensorDict, lazy_stack
 
     from torchrl_grpo import keys
-    from torchrl_grpo.learner.step import PolicyTrainer
     from torchrl_grpo.models.passes import make_passes
     from torchrl_grpo.models.rows import Rows as FlatRows
     from torchrl_grpo.models.scoring import TokenScorer
@@ -115,7 +114,7 @@ def work(model_name: str, batch_name: str, trajectories: int | None, budget: int
     passes = make_passes(scorer, FlatRows.read(batch), budget)
     computed = sum(each.layout.tokens.numel() for each in passes if len(each.index))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    trainer = PolicyTrainer(
+    trainer = Trainer(
         GRPOLoss(scorer),
         model,
         optimizer,

@@ -8,8 +8,8 @@ and on plain groups.
 
 ``recordings/agents.json`` has the lengths of what three programs, which compact their chats by
 themselves, requested from the server of ``env.agent`` while a script answered: Codex 0.171 (a group
-of 4), an agent of LangChain 1.5 with its ``SummarizationMiddleware`` (2), and three agents of OpenAI's
-Agents SDK 0.24 that hand over to each other (4). For each sample it has the earlier one with which it
+of 4 trajectories), an agent of LangChain 1.5 with its ``SummarizationMiddleware`` (2), and three agents
+of OpenAI's Agents SDK 0.24 that hand over to each other (1). For each sample it has the earlier one with which it
 shares most tokens, their number, and the lengths of what the program and the policy wrote in turn.
 The tokens themselves are random here.
 

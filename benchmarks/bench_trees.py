@@ -111,7 +111,7 @@ def work(model_name: str, batch_name: str, trajectories: int | None, budget: int
         entries.append(TensorDict(entry))
     batch = lazy_stack(entries)
     scorer = TokenScorer(model)
-    passes = make_passes(scorer, FlatRows.read(batch), budget)
+    passes: Any = make_passes(scorer, FlatRows.read(batch), budget)
     computed = sum(each.layout.tokens.numel() for each in passes if len(each.index))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     trainer = Trainer(

@@ -13,7 +13,7 @@ class CriticConfig:
     """The critic, which exists only if policy.value_coef is not 0 (algo=ppo): a linear head on the
     policy's last states. Its output is the value of the state before a token."""
 
-    lr: float = limited(1e-3, gt=0)
+    lr: float = limited(1e-5, gt=0)
     """Learning rate of the head, above 0. Its schedule and all else are the policy's."""
 
 

@@ -195,6 +195,7 @@ def test_two_runs_are_compared_over_the_problems_that_both_tested(tmp_path: Path
     points = [f"{run}/checkpoints/checkpoint_000005" for run in runs]
     file = io.StringIO()
     main(["--compare", *points], file, 200)
+    assert "of the 20 and 12 test problems, 12 are in both" in file.getvalue()
     assert "12 problems: 1 better, 8 worse, 3 the same" in file.getvalue()
     [line] = [line for line in file.getvalue().splitlines() if "greedy" in line]
     assert "-58.4 points" in line and line.endswith("12 problems): worse")
@@ -202,3 +203,15 @@ def test_two_runs_are_compared_over_the_problems_that_both_tested(tmp_path: Path
     file = io.StringIO()
     main(["--compare", *runs], file, 200)  # the last evaluations are equal
     assert "p = 1, 12 problems): no difference shown" in file.getvalue()
+
+
+def test_two_runs_without_a_common_problem_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        row = json.dumps(sample(1, f"of {name}", "", 1.0))
+        (tmp_path / name / "samples.jsonl").write_text(row + "\n")
+    with pytest.raises(SystemExit):
+        main(["--compare", *(str(tmp_path / name) for name in "ab")])
+    assert "--compare" in (error := capsys.readouterr().err) and "0 are in both" in error

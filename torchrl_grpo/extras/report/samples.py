@@ -68,10 +68,21 @@ def main(
                 tests_of(read_tests(path), _step_of(name))
                 for name, path in zip(names, paths, strict=True)
             )
+            common = [problem for problem in old if problem in new]
+            sizes = (
+                f"of the {len(old):,} and {len(new):,} test problems, {len(common):,} are in both"
+            )
+            if not common:
+                parser.error(
+                    f"--compare {' '.join(names)} must have test problems in common, but {sizes}: "
+                    "evaluate both with the same data and env settings."
+                )
+            if len(common) < max(len(old), len(new)):
+                _line(sizes, console)
             found = [
-                (row, new[problem])
-                for problem, row in old.items()
-                if problem in new and options.dataset in (None, row.get("dataset"))
+                (old[problem], new[problem])
+                for problem in common
+                if options.dataset in (None, old[problem].get("dataset"))
             ]
         pairs = [pair for pair in found if _passes(pair[1], options)]
         shown = _first(pairs, options, partial(_pair_key, last=not options.reverse))

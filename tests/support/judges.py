@@ -15,6 +15,7 @@ class Judge:
 
     def __init__(self, rule: Callable[[str], str]) -> None:
         self.questions: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
         judge = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -22,6 +23,7 @@ class Judge:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 question = body["messages"][0]["content"]
                 judge.questions.append(question)
+                judge.bodies.append(body)
                 try:
                     text, status = rule(question), 200
                 except ValueError as error:

@@ -189,3 +189,64 @@ def test_a_missing_or_contradictory_verdict_is_an_error(serve: Any, reply: str) 
 def test_criteria_that_cannot_be_weighed_are_refused(serve: Any, criteria: Any) -> None:
     with pytest.raises(ValueError, match="criteria"):
         checked(serve(verdicts), "2", criteria)
+
+
+def test_each_judgment_has_its_own_seed_after_that_of_the_judge(serve: Any) -> None:
+    judge = serve(verdicts)
+    judge.options["seed"] = 7
+    assert checked(judge, "2", ["Says 2"], judgments=2, together=False).reward == 1
+    ranked(judge_by_length := serve(by_length), ["a", "bb"])
+    judge_by_length.options["seed"] = 5
+    assert ranked(judge_by_length, ["a", "bb"]).parts["1/judge_ranking"] == 1
+    assert [body.get("seed") for body in (*judge.bodies, *judge_by_length.bodies)] == [
+        7,
+        8,
+        None,
+        5,
+    ]
+
+
+@pytest.mark.parametrize("reward", ["judge_ranking", "rubric"])
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"seed": "a"}, "judge.seed='a'"),
+        ({"messages": []}, "judge.messages"),
+        ({"question": "?"}, "judge.question"),
+        ({"stream": True}, "judge.stream"),
+        ({"template": "?"}, "judge.template"),
+        ({"concurrency": 0}, "judge.concurrency=0"),
+        ({"retries": 1.5}, "judge.retries=1.5"),
+        ({"timeout_s": 0}, "judge.timeout_s=0"),
+        ({"max_tokens": "many"}, "judge.max_tokens='many'"),
+        ({"temperature": -1}, "judge.temperature=-1"),
+        ({"url": 5}, "judge.url=5"),
+    ],
+)
+def test_wrong_options_of_a_judge_are_refused_first(
+    reward: str, changes: dict[str, Any], key: str
+) -> None:
+    judge = {"url": "http://127.0.0.1:9/v1", "model": "judge", "temperature": 1, "top_p": 0.5}
+    make_rewards({"fn": reward, "judge": judge})
+    with pytest.raises(ValueError, match=rf"{re.escape(key)} of the reward {reward} must .*: "):
+        make_rewards({"fn": reward, "judge": {**judge, **changes}})
+
+
+@pytest.mark.parametrize(
+    ("spec", "key"),
+    [
+        ({"fn": "judge_ranking", "judge": {"url": "http://127.0.0.1:9"}}, "judge="),
+        ({"fn": "rubric", "judge": "http://127.0.0.1:9"}, "judge="),
+        ({"fn": "judge_ranking", "orders": 3}, "orders=3"),
+        ({"fn": "rubric", "judgments": 0}, "judgments=0"),
+        ({"fn": "rubric", "criteria": [5]}, "criteria"),
+        ({"fn": "judge", "scale": [10, 0]}, "scale="),
+        ({"fn": "judge", "scale": 10}, "scale=10"),
+        ({"fn": "judge", "retries": -1}, "retries=-1"),
+    ],
+)
+def test_wrong_options_of_rewards_with_a_judge_are_refused_first(
+    spec: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"{re.escape(key)}.* must "):
+        make_rewards(spec)

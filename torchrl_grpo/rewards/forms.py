@@ -73,6 +73,9 @@ _EMPTY_FACTS: Arguments = dict.fromkeys(
 class RewardFunction:
     """A reward function with its name and options.
 
+    A function may have an attribute ``check_options``: a function that takes the options by name and
+    raises ``ValueError`` for a wrong one, before the run starts.
+
     Args:
         function: function of any form.
         entry: its entry in the config.
@@ -83,7 +86,7 @@ class RewardFunction:
         asynchronous: whether it is an ``async def``.
 
     Raises:
-        ValueError: the function does not accept its options, or cannot be called with arguments by
+        ValueError: the function does not accept its options or their values, or cannot be called with arguments by
             name.
 
     >>> def short(response, limit): return len(response) < limit
@@ -122,6 +125,8 @@ class RewardFunction:
                 f"reward {self.name} must accept its arguments by name: remove the '/' from its "
                 "parameters."
             )
+        if check_options := getattr(function, "check_options", None):
+            check_options(**self.options)
         self.form = _PLAIN
         per_group = entry.per == "group" or ("responses" in self._names and not entry.per)
         if (

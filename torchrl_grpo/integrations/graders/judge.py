@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -49,7 +49,83 @@ _MAX_ANSWERS = 2**14
 _answers: WeakKeyDictionary[Any, dict[Any, asyncio.Future[tuple[str, int]]]] = WeakKeyDictionary()
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, HttpClient]] = WeakKeyDictionary()
 
+_LOWEST = {
+    "concurrency": 1,
+    "retries": 0,
+    "timeout_s": 0.001,
+    "max_tokens": 1,
+    "temperature": 0.0,
+    "seed": 0,
+}
+"""Lowest values of the options that are numbers."""
+_TEXTS = ("url", "model", "api_key_env")
+_SET_BY_REWARD = ("messages", "question", "scale", "stream", "template")
+"""Fields that a reward with a judge sets or reads itself."""
 
+
+def with_check(check: Callable[..., None]) -> Callable[[Any], Any]:
+    """Return a decorator that adds a check of its options to a reward, see ``RewardFunction``."""
+
+    def decorate(reward: Any) -> Any:
+        reward.check_options = check
+        return reward
+
+    return decorate
+
+
+def check_judge(reward: str, options: Any) -> None:
+    """Check the option ``judge`` of a reward, whose keys are the options of ``ask``.
+
+    Raises:
+        ValueError: the endpoint or its model is missing, or an option has a wrong value or belongs
+            to the reward.
+    """
+    if not isinstance(options, Mapping) or not {"url", "model"} <= options.keys():
+        raise ValueError(
+            f"judge={options!r:.200} of the reward {reward} must name url and model: use, for "
+            'example, {url: "http://localhost:8000/v1", model: Qwen/Qwen3-8B}.'
+        )
+    for name in options.keys() & {*_SET_BY_REWARD}:
+        fix = "set it beside judge" if name == "template" else "remove it"
+        raise ValueError(
+            f"judge.{name} of the reward {reward} must be left out, because it is not an option of "
+            f"the endpoint: {fix}."
+        )
+    _check_values(f"the reward {reward}", options, "judge.")
+
+
+def _check_values(owner: str, options: Mapping[str, Any], prefix: str = "") -> None:
+    for name in options.keys() & {*_TEXTS}:
+        if not isinstance(options[name], str) or not options[name]:
+            raise ValueError(
+                f"{prefix}{name}={options[name]!r:.60} of {owner} must be text: put it in quotes."
+            )
+    for name, lowest in _LOWEST.items():
+        value, kind = options.get(name, lowest), type(lowest)
+        is_number = isinstance(value, int | kind) and not isinstance(value, bool)
+        if not is_number or not lowest <= value < float("inf"):
+            word = "a number" if kind is float else "an integer"
+            raise ValueError(
+                f"{prefix}{name}={value!r:.60} of {owner} must be {word} of at least {lowest:g}: "
+                f"use {max(lowest, 1):g}."
+            )
+
+
+def _check(**options: Any) -> None:
+    _check_values("the reward judge", options)
+    scale = options.get("scale", (0, 10))
+    if (
+        not isinstance(scale, list | tuple)
+        or len(scale) != 2
+        or not all(isinstance(end, int | float) for end in scale)
+        or not scale[0] < scale[1]
+    ):
+        raise ValueError(
+            f"scale={scale!r:.60} of the reward judge must be [low, high], low < high: use [0, 10]."
+        )
+
+
+@with_check(_check)
 async def judge(
     response: str,
     prompt: str,
@@ -86,15 +162,11 @@ async def judge(
         api_key_env: environment variable with the endpoint's key, if it needs one.
 
     Raises:
-        ValueError: an option is invalid, or the reply has no rating on the scale.
+        ValueError: the reply has no rating on the scale.
         RuntimeError: the endpoint did not answer.
         ImportError: httpx2 is missing.
     """
     low, high = scale
-    if not low < high:
-        raise ValueError(
-            f"scale={list(scale)} of the reward judge must be [low, high], low < high: use [0, 10]."
-        )
     values = {"prompt": prompt, "response": response, "answer": answer, "low": low, "high": high}
     reply, _ = await ask(
         fill(template, values),

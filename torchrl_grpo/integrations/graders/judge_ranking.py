@@ -10,7 +10,7 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
-from torchrl_grpo.integrations.graders.judge import ask, fill
+from torchrl_grpo.integrations.graders.judge import ask, check_judge, fill, with_check
 
 TEMPLATE = """Rank the responses to the question, from the best to the worst.
 
@@ -25,6 +25,14 @@ that holds only `Ranking: ` and the numbers of all {size} responses, the best fi
 _RANKING = re.compile(r"\branking[\s*_`]*:[\s*_`]*([0-9][0-9 >,]*)[*_`.\s]*$", re.I | re.M)
 
 
+def _check(orders: Any = 1, **options: Any) -> None:
+    if orders not in (1, 2):
+        raise ValueError(f"orders={orders!r} of the reward judge_ranking must be 1 or 2: use 2.")
+    if "judge" in options:
+        check_judge("judge_ranking", options["judge"])
+
+
+@with_check(_check)
 async def judge_ranking(
     responses: Sequence[str],
     prompt: str,
@@ -56,12 +64,10 @@ async def judge_ranking(
         ``agreement``, the share of pairs that they rank alike.
 
     Raises:
-        ValueError: ``orders`` is not 1 or 2, or the reply does not rank each response once.
+        ValueError: the reply does not rank each response once.
         RuntimeError: the endpoint did not answer.
         ImportError: httpx2 is missing.
     """
-    if orders not in (1, 2):
-        raise ValueError(f"orders={orders} of the reward judge_ranking must be 1 or 2: use 2.")
     texts = sorted(set(responses))
     if not texts[1:]:
         return [{"": 0.5, "tokens": 0.0} for _ in responses]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from torchrl_grpo.integrations.graders.judge import ask, fill
+from torchrl_grpo.integrations.graders.judge import ask, check_judge, fill, with_check
 
 TEMPLATE = """Decide for each criterion whether the response to the question meets it.
 
@@ -28,6 +28,42 @@ for each criterion that holds only its number and your verdict, such as `1: yes`
 _VERDICT = re.compile(r"^[\s*_`-]*([0-9]+)[\s*_`]*[:.)][\s*_`]*(yes|no)\b", re.I | re.M)
 
 
+def _check(judgments: Any = 1, **options: Any) -> None:
+    if type(judgments) is not int or judgments < 1:
+        raise ValueError(
+            f"judgments={judgments!r} of the reward rubric must be an integer of at least 1: use 1."
+        )
+    if "judge" in options:
+        check_judge("rubric", options["judge"])
+    if "criteria" in options:
+        _read(options["criteria"])
+
+
+def _read(criteria: Any) -> tuple[list[str], list[str], list[float]]:
+    """Return the texts, names and weights of criteria.
+
+    Raises:
+        ValueError: they are malformed.
+    """
+    try:
+        items = [{"criterion": item} if isinstance(item, str) else item for item in criteria]
+        texts = [str(item["criterion"]) for item in items]
+        weights = [float(item.get("weight", 1)) for item in items]
+        names = [str(item.get("name", number)) for number, item in enumerate(items, 1)]
+    except (TypeError, KeyError, AttributeError, ValueError):
+        texts, weights, names = [], [], []
+    if (
+        not any(weight > 0 for weight in weights)
+        or len({*names, "agreement", "tokens"}) < len(names) + 2
+    ):
+        raise ValueError(
+            "criteria of the reward rubric must have one with a positive weight, and different "
+            f"names other than agreement and tokens, got {criteria!r:.200}: correct them."
+        )
+    return texts, names, weights
+
+
+@with_check(_check)
 async def rubric(
     response: str,
     prompt: str,
@@ -50,7 +86,8 @@ async def rubric(
         answer: the correct answer, for templates that show it.
         judge: the endpoint: ``url``, ``model`` and other options of ``ask``.
         together: whether one request has all criteria, or each has its own.
-        judgments: number of times that the judge is asked, with different seeds; their mean counts.
+        judgments: number of times that the judge is asked, with the seeds ``seed``, ``seed`` + 1, ...
+            of ``judge`` (0); their mean counts.
         template: the judge's prompt, with ``{prompt}``, ``{response}``, ``{answer}`` and
             ``{criteria}``. Of its reply the lines ``1: yes`` or ``1: no`` are read.
 
@@ -63,24 +100,19 @@ async def rubric(
         RuntimeError: the endpoint did not answer.
         ImportError: httpx2 is missing.
     """
-    items = [{"criterion": item} if isinstance(item, str) else item for item in criteria]
-    weights = [float(item.get("weight", 1)) for item in items]
-    names = [str(item.get("name", number)) for number, item in enumerate(items, 1)]
+    texts, names, weights = _read(criteria)
     scale = sum(weight for weight in weights if weight > 0)
-    if not scale or len({*names, "agreement", "tokens"}) < len(names) + 2:
-        raise ValueError(
-            "criteria of the reward rubric must have one with a positive weight, and different "
-            f"names other than agreement and tokens, got {criteria!r:.200}: correct them."
-        )
+    request = {**judge}
+    first_seed = request.pop("seed", 0)
 
     async def check(numbers: Sequence[int], number: int) -> tuple[dict[int, bool], int]:
-        lines = (f"{i}: {items[index]['criterion']}" for i, index in enumerate(numbers, 1))
+        lines = (f"{i}: {texts[index]}" for i, index in enumerate(numbers, 1))
         values = {"prompt": prompt, "response": response, "answer": answer}
         question = fill(template, {**values, "criteria": "\n".join(lines)})
-        reply, tokens = await ask(question, **judge, seed=number)
+        reply, tokens = await ask(question, **request, seed=first_seed + number)
         return dict(zip(numbers, _verdicts(reply, len(numbers)), strict=True)), tokens
 
-    indices = range(len(items))
+    indices = range(len(texts))
     batches = [indices] if together else [[index] for index in indices]
     judged = await asyncio.gather(*(check(b, k) for k in range(judgments) for b in batches))
     met = [fmean(verdicts[i] for verdicts, _ in judged if i in verdicts) for i in indices]

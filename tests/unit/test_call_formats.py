@@ -133,6 +133,30 @@ def test_calls_are_parsed_but_drafts_and_broken_ones_are_not(name: str) -> None:
     assert all(call.error or call == expected[1] for call in others)
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("tool", ["get-weather", "files/read.v2", "import"])
+def test_a_name_that_python_cannot_have_is_parsed(template: str, tool: str) -> None:
+    arguments = {"from": "a-b(c)=(x-y='d'), import(\"e\"", "user-id": 3, "$top": [-1, {"k-k": "'"}]}
+    if template.endswith("gemma"):  # its keys have no special characters
+        arguments = {"from": "a-b(c)=(x-y='d')", "user-id": 3}
+    tokenizer = tokenizer_of(TEMPLATES[template])
+    form = recognize(TurnTemplate(tokenizer, {}).chat_text, None)
+    text = rendered(tokenizer, {"name": tool, "arguments": arguments})
+    properties = {
+        "from": {"type": "string"},
+        "user-id": {"type": "integer"},
+        "$top": {"type": "array"},
+    }
+    schema = {"name": tool, "parameters": {"type": "object", "properties": properties}}
+    assert [*parse_turn(text, "", form, [schema]).calls] == [ToolCall(tool, arguments)]
+
+
+@pytest.mark.parametrize("text", ["-f-g(a=1)", "f-g(a=1) - g-h(a=1)", "f-g(1)", "f-g(a=g-h(b=1))"])
+def test_python_that_is_no_call_is_malformed_with_such_names(text: str) -> None:
+    (call,) = parse_turn(f"<function_calls>{text}</function_calls>", "", "olmo").calls
+    assert call.error and call.arguments is None
+
+
 def test_text_before_a_call_is_separated_from_thoughts() -> None:
     call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
     text = (

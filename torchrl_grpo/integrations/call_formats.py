@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,12 @@ _MAX_ERROR_CHARACTERS = 300
 _CONTROL = re.compile(r"<\|[^|<>]*\|>|<\uff5c[^\uff5c<>]*\uff5c>|</s>|\[/?THINK\]")
 _OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 _CONSTANTS = {"true": True, "false": False, "null": None}
+_PYTHON_NAME = re.compile(
+    r"""("{3}(?:\\.|[^\\])*?"{3}|'{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
+    r"|[\w$@][\w$@./-]*(?=\s*[(=])",
+    re.S,
+)
+"""A string (group 1), or the name of a tool or an argument."""
 _PYTHON_TO_JSON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -149,21 +156,33 @@ def _read_gemma(quote: str, closing: str) -> Reader:
 
 
 def _read_python(closing: str) -> Reader:
-    """Return a reader of calls in Python syntax, in a list or one after another."""
+    """Return a reader of calls in Python syntax, in a list or one after another. Names need not be
+    Python's (``get-weather``, ``from``).
+    """
     close = re.compile(rf"\s*(?:{closing}|\Z)")
 
     def read(text: str, match: re.Match[str]) -> tuple[list[ToolCall], int]:
         closed = close.search(text, match.end())
         assert closed is not None
+        names: dict[str, str] = {}  # Python's names for others
+
+        def renamed(token: re.Match[str]) -> str:
+            name = token[0]
+            parts = name.split(".")
+            is_python = all(part.isidentifier() and not keyword.iskeyword(part) for part in parts)
+            return name if token[1] or is_python else names.setdefault(name, f"_name_{len(names)}")
+
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # escapes in strings
-                module = ast.parse(text[match.end() : closed.start()].strip())
+                code = _PYTHON_NAME.sub(renamed, text[match.end() : closed.start()].strip())
+                module = ast.parse(code)
             nodes: list[ast.expr] = []
             for statement in module.body:
                 value = statement.value if isinstance(statement, ast.Expr) else None
                 nodes += value.elts if isinstance(value, ast.List) else [value] if value else []
-            calls = [_python_call(node) for node in nodes]
+            originals = {new: name for name, new in names.items()}
+            calls = [_python_call(node, originals) for node in nodes]
             if not calls:
                 raise ValueError("it must be name(argument=value)")
             return calls, closed.end()
@@ -173,11 +192,15 @@ def _read_python(closing: str) -> Reader:
     return read
 
 
-def _python_call(node: ast.expr) -> ToolCall:
+def _python_call(node: ast.expr, names: Mapping[str, str]) -> ToolCall:
+    """Return a call; ``names`` has the names that Python's stand for."""
     if not isinstance(node, ast.Call) or node.args or any(key.arg is None for key in node.keywords):
         raise ValueError("it must be name(argument=value)")
-    arguments = {str(key.arg): _python_value(key.value) for key in node.keywords}
-    return ToolCall(ast.unparse(node.func), arguments)
+    arguments = {
+        names.get(str(key.arg), str(key.arg)): _python_value(key.value) for key in node.keywords
+    }
+    name = ast.unparse(node.func)
+    return ToolCall(names.get(name, name), arguments)
 
 
 def _python_value(node: ast.expr) -> Any:
@@ -265,15 +288,15 @@ FORMATS: dict[str, Format] = {
     ),
     # <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>: Kimi
     "kimi": Format(
-        r"<\|tool_call_begin\|>(?:\s*(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?\s*"
+        r"<\|tool_call_begin\|>(?:\s*(?:functions\.)?(?P<name>[\w./-]+?)(?::\d+)?\s*"
         r"<\|tool_call_argument_begin\|>)?",
         _read_json(r"<\|tool_call_end\|>"),
     ),
     # harmony: a recipient in the header of a message, before or after its channel
     "harmony": Format(
-        r"(?:<\|start\|>)?(?:assistant)? ?to=functions\.(?P<name>[\w.-]+)\s*<\|channel\|>[^<]*"
+        r"(?:<\|start\|>)?(?:assistant)? ?to=functions\.(?P<name>[\w./-]+)\s*<\|channel\|>[^<]*"
         r"(?:<\|constrain\|>[^<]*)?<\|message\|>"
-        r"|<\|channel\|>[^<]*?to=functions\.(?P<other>[\w.-]+)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>",
+        r"|<\|channel\|>[^<]*?to=functions\.(?P<other>[\w./-]+)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>",
         _read_json(r"<\|(?:call|end|return)\|>"),
         (r"<\|channel\|>analysis[^<]*<\|message\|>", r"<\|end\|>"),
         non_text=r"(?s)<\|channel\|>analysis.*?(?:<\|end\|>|\Z)|<\|start\|>assistant|<\|channel\|>\w+",
@@ -284,7 +307,7 @@ FORMATS: dict[str, Format] = {
     "olmo": Format("<function_calls>", _read_python("</function_calls>")),
     # [name(argument=value)] as the whole turn: Llama 4
     "llama4": Format(
-        rf"{_AFTER}(?:<\|python_start\|>\s*)?(?=\[\s*[A-Za-z_][\w.]*\()",
+        rf"{_AFTER}(?:<\|python_start\|>\s*)?(?=\[\s*[A-Za-z_][\w./-]*\()",
         _read_python(r"<\|[a-z_]+\|>"),
     ),
     # <tool_call><function=name><parameter=key>value</parameter></function></tool_call>: Qwen3-Coder,
@@ -306,18 +329,18 @@ FORMATS: dict[str, Format] = {
     ),
     # name and {...} on the next line, as a whole message: GLM 4
     "glm4": Format(
-        rf"(?:<\|assistant\|>\s*|{_AFTER})(?P<name>[\w.-]+)[ \t]*\n\s*(?=\{{)",
+        rf"(?:<\|assistant\|>\s*|{_AFTER})(?P<name>[\w./-]+)[ \t]*\n\s*(?=\{{)",
         _read_json(r"(?=<\|)"),
     ),
     # <|tool_call>call:name{key:<|"|>text<|"|>}<tool_call|>: Gemma 4
     "gemma": Format(
-        r"<\|tool_call>(?:call:(?P<name>[\w.-]+))?",
+        r"<\|tool_call>(?:call:(?P<name>[\w./-]+))?",
         _read_gemma('<|"|>', "<tool_call|>"),
         (r"<\|channel>thought\n", r"<channel\|>"),
     ),
     # <start_function_call>call:name{key:<escape>text<escape>}<end_function_call>: FunctionGemma
     "functiongemma": Format(
-        r"<start_function_call>(?:call:(?P<name>[\w.-]+))?",
+        r"<start_function_call>(?:call:(?P<name>[\w./-]+))?",
         _read_gemma("<escape>", "<end_function_call>"),
         is_typed=False,
     ),

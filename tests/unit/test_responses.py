@@ -363,6 +363,26 @@ def test_an_answer_that_comes_back_is_the_message_of_its_sample(thought, text, c
         assert parsed(input=[user("a"), *items], tools=[ADD]).messages[1:] == [answer.message]
 
 
+@pytest.mark.parametrize(
+    "turn, thought, text",
+    [
+        ("<think>No.</think>One. END", "No.", "One."),
+        ("<think>No.</think>One. ENDED", "No.", "One."),
+        ("<think>No.</think>END", "No.", ""),
+        ("<think>No. END", "No.", ""),
+        (f"<think>No.</think>One.{CALL}END", "No.", "One."),
+        ("One. END", "", "One. "),
+    ],
+)
+def test_a_stop_ends_the_text_or_the_thought(turn, thought, text):
+    request = parsed(input="a", tools=[ADD], stop=["END"])
+    dialog = Dialog(PROBLEM, [turn], raw=turn, finish_reason="stop")
+    answer = Answer.of(request, dialog, 0, parse_tool_calls)
+    assert (answer.thought, answer.text, answer.stop) == (thought, text, "END")
+    assert len(answer.calls) == turn.count(CALL)
+    assert "END" not in json.dumps(answer.body()["output"])
+
+
 SOLVE = """
 import json, os, sys, urllib.request
 problem = json.load(sys.stdin)

@@ -497,7 +497,7 @@ class Answer:
     @classmethod
     def of(cls, request: Request, dialog: Dialog, number: int, parser: Parser | None) -> Answer:
         """Return the latest turn of a dialog as the answer to a request."""
-        text = dialog.responses[-1]
+        text, raw = dialog.responses[-1], dialog.raw
         reason = str(dialog.finish_reason)
         thought = ""
         stop: str | None = None
@@ -506,10 +506,11 @@ class Answer:
             stops = [(text.find(stop), stop) for stop in request.limits.stop if stop in text]
             if stops:
                 position, stop = min(stops)
+                raw = raw.removesuffix(text[position:])
                 text = text[:position]
             if request.tools:
                 calls = _sampled_calls(dialog.calls(request.tools, parser), number)
-        turn = parse_turn(dialog.raw, dialog.prefill, dialog.call_format)
+        turn = parse_turn(raw, dialog.prefill, dialog.call_format)
         if calls:
             reason = "tool_calls"
             text = turn.content if turn.calls else ""

@@ -103,6 +103,42 @@ def test_invalid_members_do_not_shift_the_others_rewards(
     )
 
 
+def said(response: str) -> dict[str, Any]:
+    return {"": 1.0, "feedback": f"own {response}"} if response != "22" else {"": 1.0}
+
+
+def said_to_group(responses: Sequence[str]) -> list[Any]:
+    return [
+        {"": float(i), "feedback": f"{text}\nof group"} if text != "4444" else 0.0
+        for i, text in enumerate(responses)
+    ]
+
+
+def said_by_trl(completions: Sequence[str]) -> list[Any]:
+    return [{"": 1.0, "feedback": f"TRL {text}"} for text in completions]
+
+
+@pytest.mark.parametrize("pool", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_feedback_of_a_group_function_follows_that_of_each_response(pool: bool) -> None:
+    task = with_rewards([said, said_to_group])
+    batch = play(task, ["1", "n", "22", "333", "4444"], groups=2, pool=pool)
+    feedback = [row[keys.FEEDBACK] for row in batch.unbind(0)]
+    assert feedback == 2 * [
+        "own 1\n1\nof group",
+        "own n\nn\nof group",
+        "22\nof group",
+        "own 333\n333\nof group",
+        "own 4444",
+    ]
+    parts = {"said": 1.0, "said_to_group": 3.0}
+    assert outcomes(batch)[3] == (4.0, True, parts)
+
+
+def test_feedback_of_a_group_function_in_trls_form_is_kept() -> None:
+    batch = play(with_rewards({"fn": said_by_trl, "per": "group"}), ["1", "22"])
+    assert [row[keys.FEEDBACK] for row in batch.unbind(0)] == ["TRL 1", "TRL 22"]
+
+
 def test_other_tasks_of_a_mixture_keep_their_rewards() -> None:
     mixed = MixedTask([ArithmeticTask(1), with_rewards(longer)], [1, 1], ["plain", "compared"])
     rows = sample_rows(play(WithRetry(mixed, "Again."), ["1", "22"], groups=4), "train")

@@ -6,6 +6,7 @@ the task, and the policy's text is never tokenized again.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -492,8 +493,9 @@ class LLMEnv(EnvBase):
         """Have the task compare the validly rewarded responses of each group with at least two, and
         add the resulting parts to their rewards.
         """
-        compares = self.task.compares
-        valid = [row for row in self._rows if row.outcome.valid and compares(row.drawn.problem)]
+        valid = [
+            row for row in self._rows if row.outcome.valid and self.task.compares(row.drawn.problem)
+        ]
         groups = [[*rows] for _, rows in groupby(valid, lambda row: row.drawn.group)]
         compared = [rows for rows in groups if rows[1:]]
         # Like finished dialogs, so that each task passes them on to its scorer.
@@ -518,6 +520,8 @@ class LLMEnv(EnvBase):
                         state.outcome.parts[part] = value
                     else:
                         state.add_reward(value or 0.0)
+                for row, text in zip(rows, json.loads(turn.score.feedback or "[]"), strict=False):
+                    row.outcome.feedback = f"{row.outcome.feedback}\n{text}".strip()
         for row in valid:
             parts = row.outcome.parts
             weights: Any = self.task.part_weights

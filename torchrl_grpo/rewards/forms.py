@@ -125,8 +125,7 @@ class RewardFunction:
                 f"reward {self.name} must accept its arguments by name: remove the '/' from its "
                 "parameters."
             )
-        if check_options := getattr(function, "check_options", None):
-            check_options(**self.options)
+        getattr(function, "check_options", dict)(**self.options)  # dict takes any
         self.form = _PLAIN
         per_group = entry.per == "group" or ("responses" in self._names and not entry.per)
         if (

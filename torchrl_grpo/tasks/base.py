@@ -154,7 +154,8 @@ class Score:
         reward: the number that trains the policy.
         correct: whether the dialog counts as correct for accuracy and pass@k.
         parts: the parts of the reward by name; None for a part that does not apply.
-        feedback: what the scorer says about the dialog, for a teacher's prompt.
+        feedback: what the scorer says about the dialog, for a teacher's prompt; of a group, a JSON
+            list with a text for each dialog.
         turns: reward of each of the policy's turns, if the scorer credits turns at the end; None
             excludes a turn from training. Replaces ``Turn.reward``.
     """

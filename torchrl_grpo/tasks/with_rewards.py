@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -176,12 +177,13 @@ class Rewards:
             for function, result in zip(self.group_functions, results, strict=True)
             if function.form.split
         ]
-        parts: dict[str, float | None] = {}
-        for index, of_dialog in enumerate(zip(*results, strict=True)):
-            score = self._score(self.group_functions, of_dialog)
-            named = {**score.parts, "": score.reward}
-            parts |= {f"{index}/{name}": value for name, value in named.items()}
-        return Score(0.0, False, parts)
+        scores = [self._score(self.group_functions, each) for each in zip(*results, strict=True)]
+        parts = {
+            f"{index}/{name}": value
+            for index, score in enumerate(scores)
+            for name, value in {**score.parts, "": score.reward}.items()
+        }
+        return Score(0.0, False, parts, json.dumps([score.feedback for score in scores]))
 
     def _score(self, functions: Sequence[RewardFunction], results: Sequence[Any]) -> Score:
         parts: dict[str, float | None] = {}
@@ -191,11 +193,10 @@ class Rewards:
             parts |= named_parts
             if correct is None:
                 correct = _is_correct(function.name, named_parts)
-        weights = {name: part_weight(name, parts, self.weights) for name in parts}
         terms = [
-            weights[name] * value
+            weight * value
             for name, value in parts.items()
-            if value is not None and weights[name]
+            if value is not None and (weight := part_weight(name, parts, self.weights))
         ]
         if not terms and not self.group_functions:  # which may add one
             raise InvalidRewardError(

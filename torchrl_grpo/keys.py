@@ -142,7 +142,7 @@ with a critic. Written by the trainer, or by a critic of yours; read by ``GroupA
 """
 VALUE_TARGET = "value_target"
 """[T] float32. What that value should be: the estimate of the advantage plus the value, 0 on tokens
-that were not sampled. Written by ``GroupAdvantage``; read by the loss.
+that were not sampled; in an invalid trajectory the value itself. Written by ``GroupAdvantage``; read by the loss.
 """
 PROX_LOG_PROBS = ("prox_log_probs", "full")
 """[T] float32. Log-probs of the proximal policy. Written by the trainer; read by the loss."""

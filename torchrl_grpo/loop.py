@@ -14,10 +14,10 @@ of groups, so samplers wait for ``publish`` when they are that far ahead. With a
 everything takes turns (``grpo.py``). With a larger one, samplers, reference models and learner work
 at the same time (``grpo-async.py``). The loop is the same for both.
 
-What was left out of GRPO, and why: there is no value network (the mean of the group is the
-baseline) and no model of the old policy (the engine gives the log-probs that it sampled with). The
-outer loop, which makes the trained policy the reference model, is off unless
-``ref_model.refresh_every`` asks for it (most recipes since do without).
+What was left out of GRPO, and why: there is no model of the old policy (the engine gives the
+log-probs that it sampled with). The outer loop, which makes the trained policy the reference model,
+is off unless ``ref_model.refresh_every`` asks for it (most recipes since do without). PPO's critic
+is a head on the policy.
 
 The loop calls observers at each event: metrics, console, checkpoints, alarms and the timeline are
 in ``assembly/observers.py``.

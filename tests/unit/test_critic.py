@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,46 @@ def test_an_invalid_sequence_has_no_effect_on_the_critic() -> None:
     for name, weight in weights.items():
         torch.testing.assert_close(weight, same[name], rtol=1e-9, atol=1e-12)
     assert metrics[1]["train/loss_value"] == pytest.approx(expected[1]["train/loss_value"])
+
+
+def test_a_valid_row_of_an_invalid_trajectory_keeps_its_values() -> None:
+    batch = rewarded(make_batch())
+    for number, row in enumerate(batch.unbind(0)):
+        row[keys.GROUP_ID] = row[keys.TRAJECTORY] = torch.tensor([number // 2])
+        row[keys.DONE] = torch.tensor([number % 2 == 1])
+        row[keys.REWARD_VALID] = torch.tensor([number > 0])
+    scorer = with_critic()
+    trainer = make_trainer(scorer)
+    batch = advantages(trainer.score(batch), level="token")
+    _, second, *rest = batch.unbind(0)
+    torch.testing.assert_close(second[keys.VALUE_TARGET], second[keys.STATE_VALUE])
+    assert not second[keys.ADVANTAGE].any() and second[keys.VALUE_TARGET].any()
+    assert all((row[keys.VALUE_TARGET] != row[keys.STATE_VALUE]).any() for row in rest)
+
+
+def test_the_size_of_an_update_is_the_policys() -> None:
+    """Engines are told by it that their weights must change."""
+    scorer = with_critic()
+    trainer = make_trainer(scorer)
+    before = [p.detach().clone() for p in scorer.critic.parameters()]
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.0 if group["lr"] == 1e-3 else 0.5
+    metrics = trainer.train_batch(advantages(trainer.score(rewarded(make_batch()))))
+    assert metrics["train/update_size"] == 0
+    assert all(
+        (p - old).abs().min() > 0.1
+        for p, old in zip(scorer.critic.parameters(), before, strict=True)
+    )
+
+
+def test_without_different_targets_there_is_no_explained_variance() -> None:
+    batch = make_batch()
+    for row in batch.unbind(0):
+        row[keys.STATE_VALUE] = torch.zeros(len(row[keys.FULL]))
+        row[keys.VALUE_TARGET] = torch.ones(len(row[keys.FULL]))
+    metrics = make_trainer(with_critic()).train_step(batch)
+    assert math.isnan(metrics["train/explained_variance"])
+    assert math.isfinite(metrics["train/loss_value"])
 
 
 def test_values_are_those_before_the_first_of_several_steps() -> None:

@@ -5,6 +5,7 @@ would save memory.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,11 @@ from torchrl_grpo.extras.hints.memory import savings
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.host.text import size
 from torchrl_grpo.learner.measures import StepMeasures
+from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.memory import Shape, StepSetup, step_memory
 from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 
@@ -208,6 +211,26 @@ def test_the_proximal_policy_without_memory_is_not_called_the_reference(
         and "ref_model" not in message
         and "lora" not in message
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "purpose"),
+    [
+        ({"proximal": "recomputed"}, "the policy as it is before the step (policy.proximal"),
+        ({"value_coeff": 0.5}, "the critic (policy.value_coef)"),
+    ],
+)
+def test_a_pass_before_the_step_without_memory_is_named(
+    settings: dict[str, Any], purpose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = TokenScorer(make_tiny_model())
+    scorer.add_critic()
+    weights = [*scorer.model.parameters()]
+    loss = GRPOLoss(scorer, **settings)
+    trainer = PolicyTrainer(loss, scorer.model, torch.optim.SGD(weights), optim_batch_size=8)
+    monkeypatch.setattr(scorer, "score_rows", full)
+    with pytest.raises(MemoryShortError, match=f"^Scoring with {re.escape(purpose)}"):
+        trainer.score(make_batch())
 
 
 def test_a_model_that_finds_no_room_is_named_with_its_role(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ from torchrl_grpo.images.features import (
 )
 from torchrl_grpo.learner.export import export_model
 from torchrl_grpo.models import loading
+from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.tasks.base import Dialog, Problem, Score, Task
@@ -243,6 +244,28 @@ def test_features_are_computed_once_until_the_weights_change(
         next(iter(vision_parameters(model)))[1].add_(0.1)
     scorer.score(tokens, mask, images)
     assert len(computed) == 4
+
+
+def test_a_critic_is_no_part_of_a_frozen_image_encoder(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = kit.model()
+    loading.freeze_vision(model)
+    computed = []
+    encode = model.model.get_image_features
+    monkeypatch.setattr(
+        model.model,
+        "get_image_features",
+        lambda *args, **kwargs: computed.append(1) or encode(*args, **kwargs),
+    )
+    scorer = TokenScorer(model)
+    scorer.add_critic()
+    rows = Rows.from_padded(*rows_of(kit))
+    for _ in range(2):
+        scores = scorer.score_rows(scorer.layout(rows), value=True)
+        scores["value"].sum().backward()
+    assert len(computed) == 2  # of three prompts, two of which have the same image
+    assert scorer.critic is not None and scorer.critic.weight.grad.abs().max() > 0
 
 
 def test_features_follow_an_optimizer_that_counts_no_change(kit: Kit) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_grpo.config import ConfigError
-from torchrl_grpo.extras.plan.command import main
+from torchrl_grpo.config import ConfigError, compose
+from torchrl_grpo.extras.plan.command import main, parse, settings_of
 from torchrl_grpo.extras.plan.hardware import GPUS, SHAPES, Workload, model_shape
 from torchrl_grpo.extras.plan.simulation import Costs, Loop, Simulation
 from torchrl_grpo.extras.plan.splits import Settings, Split, best_splits, simulate
@@ -269,6 +269,14 @@ def test_the_command_advises_overrides_that_the_scripts_take(
     with pytest.raises(SystemExit, match="2"):
         main(["env.num_envs=30"])
     assert "error: env.num_envs=30 must be a multiple of env.repeats=8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "decoupled_ppo"])
+def test_a_pass_before_the_step_takes_time(name: str) -> None:
+    options = parse([f"algo={name}"])
+    work = settings_of(compose(options.config_name, options.overrides), options).work
+    shorter = replace(work, recomputes=False).train_s(GPUS["h100"], 1)
+    assert (work.train_s(GPUS["h100"], 1) > shorter) == (name != "grpo")
 
 
 def test_devices_in_turns_hold_a_step_or_an_engine() -> None:

@@ -431,6 +431,26 @@ def test_resealed_tensors_of_another_shape_are_refused(
 
 
 @pytest.mark.slow
+def test_a_run_gets_no_critic_when_it_resumes_and_loses_none(
+    full_run: Path, critic_run: Path, tmp_path: Path
+) -> None:
+    """Other weights of the value's loss are allowed."""
+    more = "algo=ppo", "optimizer.warmup_steps=20"
+    config = compose_config(*SMALL, *more, steps(9), f"train.resume={at(full_run, 6)}")
+    with pytest.raises(
+        ConfigError, match=r"^policy\.value_coef=0\.5 must be 0\.0, because the state"
+    ):
+        build(config, tmp_path)
+    path = f"train.resume={at(critic_run, 6)}"
+    with pytest.raises(
+        ConfigError, match=r"^policy\.value_coef=0\.0 must be 0\.5, because the state"
+    ):
+        build(compose_config(*SMALL, "algo=reinforce_pp", steps(9), path), tmp_path)
+    config = compose_config(*SMALL, *CRITIC, "policy.value_coef=0.25", steps(9), path)
+    build(config, tmp_path).close()
+
+
+@pytest.mark.slow
 def test_the_latest_whole_checkpoint_of_a_folder_is_taken(full_run: Path, tmp_path: Path) -> None:
     for step in (3, 6):
         changed(at(full_run, step), at(tmp_path, step))

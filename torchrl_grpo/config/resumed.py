@@ -60,12 +60,14 @@ _FIXED_OPTIONS = (
     "env.max_prompt_tokens",
     "policy.dynamic_sampling",
     "policy.max_sampling_rounds",
+    "policy.value_coef",
     "train.dialog_turns_per_batch",
     "train.mixed_precision",
     "optimizer.name",
     "optimizer.warmup_steps",
 )
-"""Options, or groups of options, that a checkpoint's state depends on."""
+"""Options, or groups of options, that a checkpoint's state depends on; of ``policy.value_coef``, only
+whether it is 0."""
 _MODEL_OPTIONS = (
     "model.attn_implementation",
     "model.chat_template",
@@ -191,9 +193,11 @@ def check_options(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path)
     Raises:
         ConfigError: an option has changed.
     """
-    before = dict(_fixed_options(saved))
+    # Checkpoints from before there were critics have none.
+    before = {"policy.value_coef": 0.0, **dict(_fixed_options(saved))}
     for name, value in _fixed_options(here):
-        if name in before and before[name] != value:
+        compared = bool if name == "policy.value_coef" else lambda value: value
+        if name in before and compared(before[name]) != compared(value):
             there = excerpt(before[name])
             raise ConfigError(
                 f"{name}={excerpt(value)} must be {there}, because the state in {path} depends on "

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from torchrl_grpo.weights.named import is_critic
+
 
 @dataclass(frozen=True)
 class Family:
@@ -54,12 +56,12 @@ def language_model_of(base: Any) -> Any:
 
 def vision_parameters(base: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a vision-language model's image encoder and projector, by name; none
-    for other models.
+    for other models. A critic is neither.
     """
     if family_of(getattr(base, "config", None)) is None:
         return
     text_ids = set(map(id, language_model_of(base).parameters()))
     text_ids |= set(map(id, base.get_output_embeddings().parameters()))
     for name, parameter in base.named_parameters():
-        if id(parameter) not in text_ids:
+        if id(parameter) not in text_ids and not is_critic(name):
             yield name, parameter

@@ -48,6 +48,7 @@ from torchrl_grpo.objectives.parts import Entropy, Term
 from torchrl_grpo.objectives.policy_loss import PolicyLoss
 from torchrl_grpo.transforms.kl_scoring import PolicyScoring
 from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
+from torchrl_grpo.weights.named import is_critic
 
 
 @dataclass(eq=False, repr=False)
@@ -134,7 +135,9 @@ class PolicyTrainer:
         self._nonfinite_in_a_row = 0
         self._pass_sizes: list[tuple[int, int, int]] = []
         self._nonfinite_reason = ""
-        self._measures = StepMeasures(self.parameters, self._sum_over_ranks)
+        named = model.named_parameters()
+        of_policy = [p for name, p in named if p.requires_grad and not is_critic(name)]
+        self._measures = StepMeasures(of_policy, self._sum_over_ranks)
         self._measured: dict[str, Tensor] = {}
 
     @property

@@ -507,10 +507,14 @@ class Value(Term):
     prepared = ("explained_variance",)
 
     def prepare(self, t: Tokens) -> dict[str, Tensor]:
-        """Return the share of the targets' variance that the values before the first step explain."""
+        """Return the share of the targets' variance that the values before the first step explain; NaN
+        if there is none.
+        """
         target, dtype = t["value_target"].double(), t["sample_log_prob"].dtype
-        error = (target - t["state_value"]).var(correction=0)
-        share = 1 - error / target.var(correction=0).clamp(min=1e-12)
+        error, whole = (
+            (part - part.mean()).square().mean() for part in (target - t["state_value"], target)
+        )
+        share = torch.where(whole > 1e-12, 1 - error / whole, math.nan)
         return {"explained_variance": share.to(dtype).expand(len(target))}
 
     def forward(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:

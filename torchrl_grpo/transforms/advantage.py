@@ -385,14 +385,17 @@ class GroupAdvantage(BatchTransform):
         sampled = join_rows(mask & valid[member].unsqueeze(-1), joined)
         value = torch.zeros_like(reward)
         if has_values := has(flat, keys.STATE_VALUE):
-            value = join_rows(pad(flat, keys.STATE_VALUE).double(), joined)
+            value = torch.where(mask, pad(flat, keys.STATE_VALUE).double(), 0.0)
+            value = join_rows(value, joined)
         inputs, rates = (reward, value, sampled), (self.gamma, self.lmbda, self.advantage)
         if self.level == "token":
-            parts = token_advantage(*inputs, group, *rates)
+            advantage, target = token_advantage(*inputs, group, *rates)
         else:
             of_joined = member[last_rows(joined)]  # the trajectory of each
-            parts = turn_advantage(*inputs, group[of_joined], valid[of_joined], *rates)
-        of_token, target = (split_rows(part, joined, mask.shape[1]) for part in parts)
+            advantage, target = turn_advantage(*inputs, group[of_joined], valid[of_joined], *rates)
+        # In an invalid trajectory a row may be valid.
+        target = torch.where(sampled, target, value)
+        of_token, target = (split_rows(part, joined, mask.shape[1]) for part in (advantage, target))
         has_signal = torch.isin(group, group[member[(of_token != 0).any(-1)]])
         self._count(has_signal, group, valid)
         if self.token_dim:

@@ -246,7 +246,7 @@ class PolicyScoring(KLScoring):
     """
 
     def __init__(self, scorer: TokenScorer, scores: Mapping[str, NestedKey], **kwargs: Any) -> None:
-        super().__init__(scorer, **kwargs)
+        super().__init__(scorer, out_key=next(iter(scores.values())), **kwargs)
         self.scores = dict(scores)
         self.batch_keys = [*scores.values()]
 

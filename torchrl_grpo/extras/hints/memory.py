@@ -27,6 +27,7 @@ _PURPOSES: dict[NestedKey, str] = {
     keys.TEACHER_LOG_PROBS: "Scoring with the teacher",
     keys.TEACHER_STATES: "Scoring with the teacher",
     keys.PROX_LOG_PROBS: "Scoring with the policy as it is before the step (policy.proximal=recomputed)",
+    keys.STATE_VALUE: "Scoring with the critic (policy.value_coef)",
     keys.LOG_PROBS: "Rescoring the sampled responses (inference_model.exact=true)",
 }
 """Purpose of log-probs by the key they are written to."""

@@ -154,7 +154,7 @@ def settings_of(config: GRPOConfig, options: argparse.Namespace) -> Settings:
         engine_number=BYTES[engine.dtype],
         reference_number=BYTES[config.ref_model.dtype],
         backend=engine.backend,
-        recomputes=config.policy.proximal == "recomputed",
+        recomputes=config.policy.proximal == "recomputed" or config.policy.value_coef > 0,
         scores=config.needs_reference,
         shards_reference=config.ref_model.sharded or "reference" in config.averages,
         broadcast=engine.weight_transfer in ("broadcast", "cuda_ipc"),

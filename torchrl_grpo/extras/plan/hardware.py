@@ -222,7 +222,7 @@ class Workload:
         step: setup of a training step on one device, in passes of maximum size. engine_number,
         reference_number: bytes of a weight.
         backend: backend of the engine.
-        recomputes: whether a separate pass computes proximal log-probs.
+        recomputes: whether a separate pass computes proximal log-probs, or a critic's values.
         scores: whether there are reference log-probs.
         shards_reference: whether the reference model is sharded over the learner's devices.
         broadcast: whether weights go from accelerator to accelerator, not through Ray's object

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import signal
@@ -27,6 +28,7 @@ from torchrl_grpo.extras.export.command import main as export
 from torchrl_grpo.extras.view.runs import RunView
 from torchrl_grpo.host.files import read_jsonl
 from torchrl_grpo.host.folders import LOCK_FILE, FolderLock
+from torchrl_grpo.scripts import job
 
 SYNC = ROOT / "sota" / "grpo" / "grpo.py"
 SHORT = ("--config-name", "grpo_arithmetic", *SMALL, steps(1))
@@ -113,6 +115,25 @@ def test_a_refused_start_leaves_no_folder(
 ) -> None:
     assert run_here(SYNC, *SHORT, refused, *options) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_log_file_begins_with_its_first_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty, used = (logging.FileHandler(tmp_path / name) for name in ("empty.log", "used.log"))
+    later = logging.FileHandler(tmp_path / "later.log", delay=True)
+    nowhere = logging.FileHandler(os.devnull)
+    monkeypatch.setattr(logging.root, "handlers", [empty, used, later, nowhere])
+    used.emit(logging.makeLogRecord({"msg": "before"}))
+    job._remove_empty_log()
+    assert [path.name for path in tmp_path.iterdir()] == ["used.log"]
+    for number in (1, 2):
+        logging.root.error("line %d", number)
+    for handler in (empty, used, later, nowhere):
+        handler.close()
+    assert Path(os.devnull).exists()
+    assert (tmp_path / "empty.log").read_text() == "line 1\nline 2\n"
+    assert (tmp_path / "used.log").read_text() == "before\nline 1\nline 2\n"
 
 
 @pytest.mark.slow

@@ -158,10 +158,21 @@ def train(cfg: DictConfig, *, asynchronous: bool) -> float | None:
         the objective that a sweep maximizes (``extras.report.summary.objective``); None for a dry run.
     """
     hydra_config = HydraConfig.get()
+    _remove_empty_log()
     if hydra_config.mode == RunMode.MULTIRUN:
         return _train_in_sweep(cfg, hydra_config, asynchronous)
     with orderly_exit(), _removing_empty_run_folder(hydra_config):
         return _train(cfg, hydra_config, asynchronous)
+
+
+def _remove_empty_log() -> None:
+    """Remove the log file that Hydra created, until there is something to log."""
+    for handler in logging.root.handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.close()  # the next record opens the file again
+            file = Path(handler.baseFilename)
+            if file.is_file() and not file.stat().st_size:
+                file.unlink()
 
 
 @contextmanager
@@ -173,9 +184,7 @@ def _removing_empty_run_folder(hydra_config: HydraConf) -> Iterator[None]:
         yield
     except ConfigError:
         if Sweep.new_folders:
-            log = Sweep.new_folders[0] / f"{hydra_config.job.name}.log"
-            logs = [] if log.exists() and log.stat().st_size else [log.name]
-            remove_unused(Sweep.new_folders, [str(hydra_config.output_subdir), *logs])
+            remove_unused(Sweep.new_folders, [str(hydra_config.output_subdir)])
         raise
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from tests.support.configs import SMALL, compose_config
 from tests.support.models import make_llama
@@ -21,6 +21,7 @@ from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.extras.export.command import main as export
 from torchrl_grpo.integrations import bitsandbytes
+from torchrl_grpo.learner.export import export_model, exported_bytes
 from torchrl_grpo.learner.step import autocast
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.memory import StepMemory, weight_bytes
@@ -156,6 +157,21 @@ def test_the_export_is_a_plain_model_with_the_adapters_merged(
     expected = adapted.merge_and_unload().state_dict()
     assert merged.keys() == expected.keys()
     assert max((merged[name] - expected[name]).abs().max().item() for name in merged) < 1e-6
+
+
+def test_room_for_the_model_is_that_of_its_dense_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = with_adapters(load("starter", torch.float32))
+    dense = sum(weight.nbytes for weight in load("starter", torch.float32, None).parameters())
+    assert exported_bytes(model) == dense
+    needed: list[int] = []
+    monkeypatch.setattr(
+        "torchrl_grpo.learner.export.check_room", lambda folder, size, what: needed.append(size)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(starter_path())
+    file = export_model(model, tokenizer, tmp_path / "model", "") / "model.safetensors"
+    assert needed == [dense] and 0 <= file.stat().st_size - dense < 20_000  # the header
 
 
 def test_the_plan_counts_the_packed_weights() -> None:

@@ -37,7 +37,8 @@ class QuantizedLinear(nn.Linear):
         device: device of the weight.
 
     Attributes:
-        weight: packed, uint8. ``weight.dequantized()`` returns [out, in] in the original dtype.
+        weight: packed, uint8. ``weight.dequantized()`` returns [out, in] in the original dtype,
+            whose size in bytes is ``weight.dense_bytes``.
 
     Raises:
         ValueError: bitsandbytes is not installed.
@@ -54,6 +55,7 @@ class QuantizedLinear(nn.Linear):
         packed, state = quantize_4bit(dense, compress_statistics=True, quant_type="nf4")
         weight: Any = nn.Parameter(packed, requires_grad=False)
         weight.dequantized = partial(dequantize_4bit, packed, state)
+        weight.dense_bytes = dense.nbytes
         self.weight = weight
         self._product = partial(matmul_4bit, quant_state=state)
         self.bias = linear.bias

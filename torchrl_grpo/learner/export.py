@@ -79,8 +79,7 @@ def export_model(
                 staging, state_dict={name: weight.cpu().contiguous() for name, weight in named}
             )
         else:
-            weights = (w.nbytes for name, w in base.named_parameters() if ".lora_" not in name)
-            check_room(staging, sum(weights), "the model")
+            check_room(staging, exported_bytes(base), "the model")
             base.save_pretrained(
                 staging, state_dict={}, save_original_format=False
             )  # all but the weights
@@ -101,6 +100,15 @@ def export_model(
     staging.rename(target)
     shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def exported_bytes(model: Any) -> int:
+    """Return the size of a model's exported weights, in bytes: dequantized, without adapters."""
+    return sum(
+        getattr(weight, "dense_bytes", weight.nbytes)
+        for name, weight in model.named_parameters()
+        if ".lora_" not in name
+    )
 
 
 def _write_weights(folder: Path, named: NamedTensors) -> None:

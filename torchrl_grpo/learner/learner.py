@@ -18,6 +18,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.errors import NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.learner.export import exported_bytes
 from torchrl_grpo.learner.optimizer import has_small_states
 from torchrl_grpo.learner.step import PolicyTrainer
 from torchrl_grpo.learner.writer import CheckpointWriter
@@ -182,7 +183,7 @@ class Learner:
             for weight in self.trainer.parameters
         )
         trained += sum(tensor.nbytes for tensor in self.trainer.averages_by_name().values())
-        return trained, sum(weight.nbytes for weight in self.trainer.model.parameters())
+        return trained, exported_bytes(self.trainer.model)
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
         """Write a checkpoint of the trainer's and the source's state. Return its folder.

@@ -181,6 +181,8 @@ INPUTS: list[dict[str, Any]] = [
     SFT | TEACHER | {"policy.teacher_divergence": "sampled"},
     SFT | {"policy.loss._target_": "torchrl_grpo.objectives.SAPOLoss"},
     TEACHER | DIVERGES | {"policy.sft_coef": 0.1},
+    TEACHER
+    | {"policy.reward_coef": 0.0, "policy.value_coef": 0.5, "policy.advantage_level": "token"},
     TEACHER | DIVERGES | {"teacher.address": ["http://a"]},
     {"teacher.model": "starter"},
     {"teacher.address": ["http://a"], "inference_model.temperature": 0.5},

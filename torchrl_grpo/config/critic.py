@@ -24,6 +24,12 @@ RULES = (
         "use policy.advantage_level=token, or policy.turn_credit=per_turn",
         lambda c: c.policy.value_coef and c.advantage_level == "sequence",
     ),
+    Rule(
+        "policy.value_coef",
+        "must be left out with {policy.reward_coef=}, which trains only on the teacher",
+        "leave it out, or use policy.reward_coef=1",
+        lambda c: c.policy.value_coef and not c.policy.reward_coef,
+    ),
 )
 UNREAD = read_with(
     "policy.value_coef",

@@ -417,11 +417,18 @@ def test_the_title_names_model_data_and_algorithm(tmp_path: Path) -> None:
 
 
 def test_pass_at_1_of_a_data_set_is_labeled_greedy() -> None:
-    names = ("eval/pass@1", "eval/pass@1/gsm8k", "eval/pass@8/gsm8k", "rollout/accuracy")
+    names = (
+        "eval/pass@1",
+        "eval/pass@1/gsm8k",
+        "eval/pass@8/gsm8k",
+        "eval/avg@8",
+        "rollout/accuracy",
+    )
     assert [label_of(name) for name in names] == [
         "test pass@1 (greedy)",
         "test pass@1 gsm8k (greedy)",
         "test pass@8 gsm8k (sampled)",
+        "test avg@8 (sampled)",
         "train accuracy (sampled)",
     ]
 
@@ -455,7 +462,9 @@ def test_a_legend_lies_above_the_curves() -> None:
 
 def test_all_curves_of_three_data_sets_are_drawn_below_the_legend() -> None:
     names = [
-        f"eval/pass@{k}{name}" for k in (1, 8) for name in ("", "/gsm8k", "/math", "/arithmetic")
+        f"eval/{kind}{name}"
+        for kind in ("pass@1", "pass@8", "avg@8")
+        for name in ("", "/gsm8k", "/math", "/arithmetic")
     ]
     names.append("rollout/accuracy")
     records = [{"step": step} | dict.fromkeys(names, 1.0) for step in range(30)]
@@ -465,7 +474,7 @@ def test_all_curves_of_three_data_sets_are_drawn_below_the_legend() -> None:
     (axes,) = figure.axes
     legend = axes.get_legend()
     assert {text.get_text() for text in legend.get_texts()} == set(map(label_of, names))
-    assert len({(line.get_color(), line.get_linestyle()) for line in legend.get_lines()}) == 9
+    assert len({(line.get_color(), line.get_linestyle()) for line in legend.get_lines()}) == 13
     box = legend.get_window_extent()
     assert axes.transData.inverted().transform(box)[0, 1] > 1.0
     assert axes.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1

@@ -75,7 +75,7 @@ PANELS = (
     Panel("Reward", (REWARD,)),
     Panel(
         "Accuracy",
-        ("eval/pass@*", "rollout/accuracy"),
+        ("eval/pass@*", "eval/avg@*", "rollout/accuracy"),
         "Sampled (training) responses are wrong more often than greedy ones.",
         percent=True,
     ),

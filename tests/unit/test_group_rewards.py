@@ -210,6 +210,28 @@ def test_a_malformed_result_makes_the_group_invalid(result: Any) -> None:
     assert "broken" in sample_rows(batch, "train")[0]["error"]
 
 
+def test_a_function_that_sorts_its_argument_in_place_gives_no_reward() -> None:
+    def by_sort(responses: list[str]) -> list[float]:
+        order = responses
+        order.sort()
+        return [float(order.index(text)) for text in responses]
+
+    def by_reverse(completions: list[str]) -> list[float]:
+        completions.reverse()
+        return [float(len(text)) for text in completions]
+
+    def edits_entries(responses: list[str]) -> list[float]:
+        responses[0] += "xxx"
+        return [float(len(text)) for text in responses]
+
+    texts = ["333", "1", "22"]
+    for mutates in (by_sort, {"fn": by_reverse, "per": "group"}):
+        assert outcomes(play(with_rewards(mutates), texts)) == [(0.0, False, None)] * 3
+    both = outcomes(play(with_rewards([edits_entries, longer]), texts))
+    assert [parts["edits_entries"] for *_, parts in both] == [6, 1, 2]
+    assert [parts["longer"] for *_, parts in both] == [2, 0, 1]
+
+
 def test_arguments_are_lists_of_the_group_or_shared() -> None:
     calls: dict[str, Any] = {}
 

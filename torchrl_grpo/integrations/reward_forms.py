@@ -83,10 +83,25 @@ def _trl(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
     return lists, lists
 
 
+class _Members(list[Any]):
+    """List with an entry for each response. Sorted in place, it would give rewards to the wrong ones."""
+
+    def sort(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            "lists of a group reward function must keep their order, which is that of its rewards: "
+            "use sorted() or reversed(), which leave a list as it is."
+        )
+
+    def reverse(self) -> None:
+        self.sort()
+
+
 def _trl_group(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
     each = [_trl(member, columns)[0] for member in facts["members"]]
     lists = {
-        name: [*chain(*(of_one[name] for of_one in each))] if isinstance(value, list) else value
+        name: _Members(chain(*(of_one[name] for of_one in each)))
+        if isinstance(value, list)
+        else value
         for name, value in each[0].items()
     }
     return lists, lists
@@ -95,7 +110,7 @@ def _trl_group(facts: Arguments, columns: Arguments) -> tuple[Arguments, Argumen
 def _group(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
     names = {name: name for name in ("messages", "finish_reason", "tokens", "prefill")}
     lists = {
-        new: [member[name] for member in facts["members"]]
+        new: _Members(member[name] for member in facts["members"])
         for new, name in {**names, "responses": "response"}.items()
     }
     shared = {name: facts[name] for name in facts.keys() & {"prompt", "answer", *IMAGES}}

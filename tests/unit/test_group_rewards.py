@@ -164,10 +164,10 @@ def test_a_reward_of_weight_0_does_not_replace_one_that_is_missing() -> None:
     ranked = [(0.0, False, None), (1.0, True, {"own": 0.0, "but_first": 1.0})]
     assert outcomes(play(task, ["1", "2", "x"])) == [*ranked, (0.0, False, None)]
     assert outcomes(play(task, ["1", "x"])) == [(0.0, False, None)] * 2
-    mixed = MixedTask([ArithmeticTask(1), task], [1, 1], ["own", "compared"])
+    mixed = MixedTask([ArithmeticTask(1), task], [1, 1], ["plain", "compared"])
     rows = sample_rows(play(WithRetry(mixed, "Again."), ["1", "2"], groups=4), "train")
     assert {(row["dataset"], row["response"], row["valid"]) for row in rows} == {
-        ("own", "1", True), ("own", "2", True), ("compared", "1", False), ("compared", "2", True)
+        ("plain", "1", True), ("plain", "2", True), ("compared", "1", False), ("compared", "2", True)
     }  # fmt: skip
 
 

@@ -59,6 +59,9 @@ from torchrl_grpo.transforms.teacher import TeacherScoring, TeacherStates
 from torchrl_grpo.weights import Transfer, make_sender
 from torchrl_grpo.weights.named import is_critic
 
+_VALUE_STEP = 0.4
+"""Change of a value by Adam's first step, at most; of ``critic.lr``'s default."""
+
 
 def make_learner(
     context: Context,
@@ -154,7 +157,7 @@ def make_trainer(
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
         critic=[weight for name, weight in trained.items() if is_critic(name)],
-        critic_lr=config.critic.lr,
+        critic_lr=config.critic.lr or _VALUE_STEP / scorer.base.get_output_embeddings().in_features,
     )
     factor = partial(
         learning_rate_factor,

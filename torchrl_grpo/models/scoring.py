@@ -147,8 +147,10 @@ class TokenScorer(TensorDictModuleBase):
         self.out_keys = [*self.out_keys, keys.DIVERGENCE]
 
     def add_critic(self) -> None:
-        """Write the value of the state before each token too, in all later calls: a linear head on the
-        model's last states, at first 0.
+        """Write the value of the state before each token too, in all later calls: a linear head, at
+        first 0, on the model's last states divided by their root mean square (arXiv 1910.07467), so
+        that one learning rate suits models whose states differ in scale. The bias is multiplied by
+        the norm of such a state, so that at this rate it learns the mean return first.
 
         The head is a module ``critic`` of the model, so that it is trained, sharded and saved with
         the model; it is no part of ``named_weights``. Call this before ``shard_model``.
@@ -324,8 +326,9 @@ class TokenScorer(TensorDictModuleBase):
         if value and self.critic is not None:
             # In float32 or wider, which a linear layer would not be within autocast.
             wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-            product = hidden_ND.to(wide) * self.critic.weight
-            out["value"] = product.sum(-1) + self.critic.bias
+            size = self.critic.in_features
+            states = nn.functional.rms_norm(hidden_ND.to(wide), (size,))
+            out["value"] = (states * self.critic.weight).sum(-1) + size**0.5 * self.critic.bias
         return out
 
     def _hidden(self, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -205,6 +205,8 @@ class GRPOLoss(PolicyLoss):
     entropy_coeff = Setting("terms.2.coeff")
     teacher_coeff = Setting("terms.3.coeff")
     teacher_clip = Setting("terms.3.clip")
+    value_coeff = Setting("terms.5.coeff")
+    value_clip = Setting("terms.5.clip")
     mask_truncated = Setting("select.1.active")
     top_entropy_quantile = Setting("select.2.share")
 
@@ -272,7 +274,7 @@ class GRPOLoss(PolicyLoss):
                 Entropy(entropy_coeff),
                 Distill(teacher_coeff, teacher_clip),
                 KLTo("teacher"),
-                *([Value(value_coeff, value_clip)] if value_coeff else []),
+                Value(value_coeff, value_clip),
             ],
             aggregation=aggregation,
             constant_length=constant_length,

@@ -504,12 +504,18 @@ class Value(Term):
     clip: float | None = None
     name = "value"
     in_keys = ("value", "state_value", "value_target")
-    prepared = ("explained_variance",)
+
+    @property
+    def prepared(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Return the names of the values that ``prepare`` returns."""
+        return ("explained_variance",) if self.active else ()
 
     def prepare(self, t: Tokens) -> dict[str, Tensor]:
         """Return the share of the targets' variance that the values before the first step explain; NaN
         if there is none.
         """
+        if not self.active:
+            return {}
         target, dtype = t["value_target"].double(), t["sample_log_prob"].dtype
         error, whole = (
             (part - part.mean()).square().mean() for part in (target - t["state_value"], target)

@@ -845,7 +845,7 @@ def test_a_checkpoint_goes_on_exactly_on_as_many_ranks(
         == worst(loaded["weights"], saved["weights"])
         == 0
     )
-    assert loaded["metrics"] == saved["metrics"]
+    assert repr(loaded["metrics"]) == repr(saved["metrics"])  # NaN equals NaN
     assert loaded["version"] == 3
 
 
@@ -896,7 +896,7 @@ def test_layers_split_over_pairs_train_like_one_process(
     for rank in grid:
         assert distance(rank[name]["weights"], single[name]["weights"]) < within
         assert worst(rank[name]["weights"], grid[0][name]["weights"]) == 0
-        assert rank[name]["metrics"] == grid[0][name]["metrics"]
+        assert repr(rank[name]["metrics"]) == repr(grid[0][name]["metrics"])
     for got, metrics in zip(grid[0][name]["metrics"], single[name]["metrics"], strict=True):
         for key in metrics.keys() - OF_THE_SPLIT:
             assert got[key] == pytest.approx(metrics[key], rel=5e-6, abs=5e-6), key
@@ -921,7 +921,7 @@ def test_two_sharded_copies_train_like_one_process(
         assert rank["replicas"] == 2
         assert rank["share"] == pytest.approx(1 / 2, rel=0.05)
         for name in names:
-            assert rank[name]["metrics"] == copies[0][name]["metrics"]
+            assert repr(rank[name]["metrics"]) == repr(copies[0][name]["metrics"])
             assert worst(rank[name]["weights"], copies[0][name]["weights"]) == 0
 
 

@@ -220,18 +220,24 @@ def test_a_weight_sync_of_the_image_encoder_makes_new_features(kit: Kit) -> None
     torch.testing.assert_close(completion.log_probs, scores[mask].detach(), atol=2e-5, rtol=0)
 
 
+def encoder_calls(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets an entry at each call of the image encoder."""
+    calls = list[int]()
+    encode = model.model.get_image_features
+    monkeypatch.setattr(
+        model.model,
+        "get_image_features",
+        lambda *args, **kwargs: calls.append(1) or encode(*args, **kwargs),
+    )
+    return calls
+
+
 def test_features_are_computed_once_until_the_weights_change(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = kit.model()
     loading.freeze_vision(model)
-    computed = []
-    encode = model.model.get_image_features
-    monkeypatch.setattr(
-        model.model,
-        "get_image_features",
-        lambda *args, **kwargs: computed.append(1) or encode(*args, **kwargs),
-    )
+    computed = encoder_calls(model, monkeypatch)
     scorer = TokenScorer(model)
     tokens, mask, images = rows_of(kit)
     scorer.score(tokens, mask, images)
@@ -251,13 +257,7 @@ def test_a_critic_is_no_part_of_a_frozen_image_encoder(
 ) -> None:
     model = kit.model()
     loading.freeze_vision(model)
-    computed = []
-    encode = model.model.get_image_features
-    monkeypatch.setattr(
-        model.model,
-        "get_image_features",
-        lambda *args, **kwargs: computed.append(1) or encode(*args, **kwargs),
-    )
+    computed = encoder_calls(model, monkeypatch)
     scorer = TokenScorer(model)
     scorer.add_critic()
     rows = Rows.from_padded(*rows_of(kit))

@@ -2,9 +2,11 @@
 
 ``RUSAGE_CHILDREN`` misses what a server of forks has started, so this adds up ``/proc``.
 ``tests/cpu.json`` has the limits of the files that may take more than ``LIMIT_S``; it also orders
-the files of a parallel run. `make test` fails if a file takes more than its limit.
+the files of a parallel run. `make test` names the files above their limits, and passes: the same
+file takes twice as long on a slower or a busier machine. On the machine that set the limits:
 
-    python -m tests.support.cpu .pytest_cache/cpu.json   # after a whole `make test` that may take more
+    python -m tests.support.cpu .pytest_cache/cpu.json           # exits with 1 if a file is above
+    python -m tests.support.cpu --set .pytest_cache/cpu.json     # after a whole `make test`
 """
 
 from __future__ import annotations
@@ -87,7 +89,6 @@ class CPUMeter:
         self.out = out
         self.files: dict[str, float] = defaultdict(float)
         self.tests: dict[str, float] = {}
-        self.over: list[str] = []
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -107,21 +108,18 @@ class CPUMeter:
         self.tests.update(tests)
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+    def pytest_sessionfinish(self) -> None:
         files = {path: round(took, 2) for path, took in sorted(self.files.items())}
         if (output := getattr(self.config, "workeroutput", None)) is not None:
             output["cpu"] = files, self.tests
             return
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(json.dumps({"files": files, "tests": self.tests}, indent=1))
-        self.over = over_limits(files, limits())
-        if self.over and exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{sum(self.files.values()):.0f} CPU s, see {self.out}")
-        for line in self.over:
-            terminalreporter.write_line(f"{line}: see tests/support/cpu.py", red=True)
+        for line in over_limits(self.files, limits()):
+            terminalreporter.write_line(f"{line}: see tests/support/cpu.py", yellow=True)
 
 
 def register(config: pytest.Config) -> None:
@@ -141,5 +139,8 @@ def limits_for(seconds: Mapping[str, float]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    recorded = json.loads(Path(sys.argv[1]).read_text())["files"]
-    LIMITS.write_text(json.dumps(limits_for(recorded), indent=1) + "\n")
+    recorded = json.loads(Path(sys.argv[-1]).read_text())["files"]
+    if "--set" in sys.argv:
+        LIMITS.write_text(json.dumps(limits_for(recorded), indent=1) + "\n")
+    else:
+        sys.exit("\n".join(over_limits(recorded, limits())) or 0)

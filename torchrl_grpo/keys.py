@@ -115,6 +115,10 @@ GROUP_ID = "group_id"
 """[1] int64. Equal for the responses to one prompt, unique in a run. Written by the environment;
 read by ``GroupAdvantage``.
 """
+PROBLEM = "problem"
+"""[1] int64. Index of the problem in its split. Written by the environment; read by
+``GroupAdvantage``, which refuses a group of two problems.
+"""
 TRAJECTORY = "trajectory"
 """[1] int64. Equal for the training samples of one trajectory, unique in a run; only if a
 trajectory of the rollout has several. They are adjacent rows, and only the last one is done and has

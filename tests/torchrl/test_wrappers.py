@@ -159,7 +159,9 @@ def test_a_pool_of_environments_has_groups_if_its_seeds_are_equal(tokenizer, see
                     break
             assert len(set(map(str, buffer[:2]["query"]))) == 1
         else:
-            with pytest.raises(ValueError, match="'group_id' must be equal only within one prompt"):
+            with pytest.raises(
+                ValueError, match="'group_id' must be equal only within one problem"
+            ):
                 for batch in collector:
                     buffer.extend(batch)
     finally:

@@ -30,7 +30,8 @@ KEYS = {
     ("log_probs", "full"),
     ("policy_versions", "full"),
     *(("next", name) for name in ("reward", "done", "terminated", "truncated", "correct")),
-    *(("reward_valid",), ("group_id",), ("policy_version",), ("query",), ("text", "response")),
+    *(("reward_valid",), ("group_id",), ("problem",), ("policy_version",)),
+    *(("query",), ("text", "response")),
     ("next", "policy_version"),
 }
 

@@ -17,10 +17,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.support import games, trl_environments
-from tests.support.envs import END, column, respond
+from tests.support.envs import END, ScriptedEngine, column, respond
 from torchrl_grpo.assembly.tasks import make_task
+from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.config.env import EnvConfig
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance
 from torchrl_grpo.tasks.base import Dialog, Problem, Score, Turn
 from torchrl_grpo.tasks.conversations import WithRetry
@@ -28,6 +31,7 @@ from torchrl_grpo.tasks.mixed import MixedTask
 from torchrl_grpo.tasks.seeds import SeedsTask
 from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
 from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
+from torchrl_grpo.transforms import GroupAdvantage
 
 TRL = "tests/support/trl_environments.py"
 
@@ -271,6 +275,29 @@ def test_a_game_goes_on_after_a_cut_off_response_if_there_is_room(
     assert [column(data, key) for key in ("reward", "reward_valid", "done", "truncated")] == [
         [-1.0], [True], [True], [room == 12]
     ]  # fmt: skip
+
+
+def test_members_that_start_differently_are_compared(
+    tokenizer: PreTrainedTokenizerFast, encode: Callable[[str], list[int]]
+) -> None:
+    class DrawsItsOwn:  # as TRL's examples do
+        starts = iter(range(100))
+
+        def reset(self) -> str:
+            self.start = next(self.starts)
+            return f"Say {self.start}."
+
+        def step(self, response: str) -> tuple[str, float, bool]:
+            return "", float(self.start), True
+
+    engine = ScriptedEngine(lambda prompt, copy: ([*encode("1"), END], "stop"))
+    batch = RolloutCollector(
+        LLMEnv(task_of(DrawsItsOwn), tokenizer, num_envs=4, repeats=4),
+        GenerationPolicy(engine, SamplingParams(max_new_tokens=8)),
+    ).rollout()
+    assert len({row["query"] for row in batch.unbind(0)}) == 4
+    advantage = GroupAdvantage(4, std="none")(batch)["advantage"].squeeze(-1)
+    assert sorted(advantage.tolist()) == [-1.5, -0.5, 0.5, 1.5]
 
 
 def test_a_step_that_takes_truncated_decides_about_a_cut_off_response() -> None:

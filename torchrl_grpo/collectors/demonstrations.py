@@ -413,6 +413,7 @@ class Demonstrations:
                 keys.POLICY_VERSION: torch.tensor([version]),
                 keys.POLICY_VERSIONS: torch.where(mask, version, -1),
                 keys.GROUP_ID: torch.tensor([drawn.group]),
+                keys.PROBLEM: torch.tensor([drawn.index]),
                 keys.REWARD: torch.ones(1),
                 keys.REWARD_VALID: ones,
                 keys.CORRECT: ones,

@@ -284,6 +284,7 @@ class LLMEnv(EnvBase):
                 **_prompt_columns(list(map(tokens_of, prompts))),
                 **self._image_columns(list(map(images_of, prompts))),
                 keys.GROUP_ID: torch.tensor([row.drawn.group for row in self._rows]).unsqueeze(-1),
+                keys.PROBLEM: torch.tensor([row.drawn.index for row in self._rows]).unsqueeze(-1),
                 "text": TensorDict(
                     {"response": NonTensorData("", self.batch_size)}, self.batch_size
                 ),

@@ -75,6 +75,7 @@ def transition_specs(
         ),
         "full_state_spec": Composite(
             group_id=Unbounded(shape=(*rows, 1), dtype=torch.int64),
+            problem=Unbounded(shape=(*rows, 1), dtype=torch.int64),
             query=NonTensor(shape=rows, example_data=""),
             **dataset,
             shape=rows,

@@ -370,7 +370,7 @@ class GroupAdvantage(BatchTransform):
             group: [M] int64, the group of each trajectory.
         """
         flat = flatten(tensordict)
-        self._check_prompts(flat, group.to(member.device)[member])
+        self._check_problems(flat, group.to(member.device)[member])
         valid = self._valid(flat, member)
         if self.level == "sequence":
             advantage = self._of_trajectories(flat, member, group, valid)
@@ -404,14 +404,14 @@ class GroupAdvantage(BatchTransform):
             tensordict = set_tokens(tensordict, keys.VALUE_TARGET, target.float())
         return set_tokens(tensordict, self.advantage_key, of_token)
 
-    def _check_prompts(self, flat: TensorDictBase, group: Tensor) -> None:
-        """Check that the rows of a group have one prompt, if the batch has it as text."""
-        if self.group_key == keys.GROUP_ID and has(flat, keys.QUERY):
-            prompts = set(zip(group.tolist(), group_keys(flat, keys.QUERY), strict=True))
-            if len(prompts) > group.unique().numel():
+    def _check_problems(self, flat: TensorDictBase, group: Tensor) -> None:
+        """Check that the rows of a group have one problem, if the batch has its number."""
+        if self.group_key == keys.GROUP_ID and has(flat, keys.PROBLEM):
+            pairs = torch.stack([group, entry(flat, keys.PROBLEM).reshape(-1)]).unique(dim=1)
+            if pairs.shape[1] > (num_groups := pairs[0].unique().numel()):
                 raise ValueError(
-                    f"{self.group_key!r} must be equal only within one prompt, but {len(prompts)} prompts "
-                    f"have {group.unique().numel()}: environments of different seeds number their "
+                    f"{self.group_key!r} must be equal only within one problem, but {pairs.shape[1]} "
+                    f"problems have {num_groups}: environments of different seeds number their "
                     "groups alike, so use the same seed for all, or group_key='query'."
                 )
 

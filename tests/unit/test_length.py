@@ -163,6 +163,23 @@ def test_a_checkpoint_with_options_of_earlier_versions_is_resumed() -> None:
         on_saved_config(here, [], Path("checkpoint_000001"), saved)
 
 
+def test_an_algorithm_or_a_group_of_keys_replaces_the_saved_one() -> None:
+    overrides = "algo=dr_grpo", "optimizer={lr:0.25}", "env.chat_template_kwargs={b:2}"
+    here = OmegaConf.merge(OmegaConf.structured(GRPOConfig), composed("grpo_arithmetic", overrides))
+    saved = compose_config(
+        "algo=gspo", "optimizer.lr=0.5", "optimizer.weight_decay=0.5",
+        "env.chat_template_kwargs={a:1}", "env.max_turns=2",
+    )  # fmt: skip
+    merged: Any = on_saved_config(here, overrides, Path("checkpoint_000001"), plain(saved))
+    assert merged.policy == here.policy and merged.policy.aggregation == "constant"
+    assert (merged.optimizer.lr, merged.optimizer.weight_decay) == (
+        0.25,
+        here.optimizer.weight_decay,
+    )
+    assert merged.env.chat_template_kwargs == {"b": 2}
+    assert merged.env.max_turns == 2
+
+
 def test_two_lengths_on_the_command_line_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match=r"total_dialog_turns=64 .*train\.total_epochs=2"):
         check_command_line(["train.total_dialog_turns=64", "++train.total_epochs=2"])

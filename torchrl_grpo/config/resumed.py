@@ -102,9 +102,7 @@ def on_saved_config(
         base.train.total_epochs = base.train.total_steps = None
     current = dict(inner_nodes(OmegaConf.to_container(composed)))
     for name in names & current.keys():
-        value = current[name]
-        # Merging replaces a list and gives its entries their dataclass, but would extend a dict.
-        OmegaConf.update(base, name, value, merge=isinstance(value, list))
+        OmegaConf.update(base, name, current[name], merge=True)  # here base has the defaults
     resumed: Any = OmegaConf.to_container(base, resolve=True)
     command_line: Any = OmegaConf.to_container(composed, resolve=True)
     for name, value in from_outside(resumed, command_line):

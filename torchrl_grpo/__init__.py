@@ -3,7 +3,7 @@
 ``objectives.GRPOLoss``, ``collectors.RolloutCollector``, ``envs.LLMEnv``, ``generation`` (the
 engines), ``transforms.GroupAdvantage``, ``transforms.KLScoring``, ``models.TokenScorer``,
 ``learner.PolicyTrainer``, ``loop.fit``, ``functional`` (the math) and ``keys`` (the TensorDict keys).
-``sota/grpo/grpo.py`` combines them.
+``sota/grpo/grpo.py`` combines them, and so do ``train`` and ``evaluate``, for Python.
 """
 
 from __future__ import annotations

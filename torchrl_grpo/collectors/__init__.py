@@ -1,4 +1,6 @@
-"""Collectors, and the samplers built from them."""
+"""Collectors of sampled trajectories and of demonstrations, the samplers that use them, evaluations,
+and summaries of batches.
+"""
 
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.sampler import Sampler

@@ -1,3 +1,4 @@
-"""Tools that read runs or files of other libraries, dry runs, and services that get a run's metrics.
-Nothing else in the package imports them: a run finds those that it calls in `host/extras.py`.
+"""Tools that read runs or files of other libraries, the call from Python, dry runs, hints in errors,
+and services that get a run's metrics. The core does not import them: ``api`` and the commands do, and
+a run loads those that it calls by their names in ``host/extras.py``.
 """

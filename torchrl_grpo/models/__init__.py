@@ -1,4 +1,6 @@
-"""Loading models, scoring tokens, splitting batches, and computing their memory."""
+"""Models: loading, sharding and their memory; batches as flat rows, in passes; and the log-probs of
+their tokens.
+"""
 
 from __future__ import annotations
 

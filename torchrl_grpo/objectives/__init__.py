@@ -1,4 +1,6 @@
-"""The GRPO loss module and its relatives."""
+"""Losses: ``PolicyLoss`` and the parts that it is made of, and ``GRPOLoss`` and its relatives, with
+TorchRL's keywords.
+"""
 
 from torchrl_grpo.objectives.grpo import GRPOLoss
 from torchrl_grpo.objectives.off_policy import OffPolicy

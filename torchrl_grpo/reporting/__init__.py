@@ -1,4 +1,6 @@
-"""Output of a run: terminal, metrics and samples; ``extras/report`` reads it."""
+"""Output of a run while it lasts: terminal, files of metrics and samples, and trackers.
+``extras/report`` and ``extras/view`` read the files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tasks: problems, prompt formats and scorers, one file each."""
+"""Tasks: problems from data or generated, the tasks that wrap others to score or continue their
+dialogs, and the order in which problems are drawn.
+"""
 
 from __future__ import annotations
 

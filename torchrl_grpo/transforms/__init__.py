@@ -1,4 +1,6 @@
-"""TorchRL transforms: shaped rewards, group advantages, reference log-probs."""
+"""TorchRL transforms: log-probs of the reference model and of teachers, shaped rewards, and
+advantages.
+"""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""``RolloutCollector``: plays whole groups of dialogs to their end and yields their trajectories.
-
-``_trajectories`` joins the turns of a dialog into one sequence per sample.
-"""
+"""``RolloutCollector``: plays whole groups of dialogs to their end and yields their trajectories."""
 
 from __future__ import annotations
 
@@ -14,16 +11,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase, TransformedEnv
 
 from torchrl_grpo import keys
+from torchrl_grpo.collectors.trajectories import make_trajectories
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.envs.dialog_state import DialogState
 from torchrl_grpo.generation.base import Completion, cut_off
 from torchrl_grpo.generation.policy import GenerationPolicy, generation_of
 from torchrl_grpo.generation.stops import completed_at, token_bytes
@@ -313,7 +309,7 @@ class RolloutCollector(BaseCollector):
             stepping = ~data.get(keys.DONE).reshape(-1)
             if not stepping.any():
                 env = self.base_env
-                return _trajectories(steps, env.states, bool(env.task.group_rewards))
+                return make_trajectories(steps, env.states, bool(env.task.group_rewards))
             data = self.env.step_mdp(data)
             data.set(keys.STEPPING, stepping)
 
@@ -495,141 +491,3 @@ def _base_env(env: EnvBase) -> EnvBase:
     while isinstance(env, TransformedEnv):
         env = env.base_env
     return env
-
-
-_BEFORE = ("next", "done", "terminated", "truncated", "correct", "history", keys.LENGTH_STOPPED)
-"""Entries of a transition from before its step: a sequence has those of "next", or none."""
-_OF_SEQUENCE = (keys.REWARD_VALID, keys.ADVANTAGE)
-"""Entries that an environment writes under "next", as all of its entries, and a sequence has at the
-top.
-"""
-_ROUNDING = 1e-6
-"""Relative rounding error of float32 sums, so that equal rewards stay equal."""
-_MOST_ROWS = 2**16
-"""Upper bound of an environment's rows, to number the trajectories of a run uniquely."""
-
-
-def _trajectories(
-    steps: Sequence[TensorDictBase], states: Sequence[DialogState], compared: bool
-) -> Sequence[TensorDictBase]:
-    """Return the rows of the last transition with the token entries of all turns.
-
-    Args:
-        steps: [B] transitions; rows that were done before one repeat their outcome.
-        compared: whether a group reward function set rewards in the last step.
-        states: for each row, its dialog. The task's rewards of turns are part of the last turn's
-            reward.
-
-    Returns:
-        the samples of each row in the order in which they ended; the last one has the reward and is
-        done.
-
-    Raises:
-        RuntimeError: a later turn did not keep the tokens of an earlier one.
-    """
-    # Of each row the latest turn and the outcome: a whole sequence if there is only one turn.
-    after = steps[-1].get("next")
-    latest = steps[-1].exclude(*_BEFORE).set("text", after.get("text"))
-    for key in _OF_SEQUENCE:
-        if after.get(key, None) is not None:
-            latest.set(key, after.get(key))
-    repeated = ("tokens", "masks", "text", "history", keys.IMAGES, *_OF_SEQUENCE)
-    latest.set("next", after.exclude(*repeated))
-    rows = latest.set(keys.NEXT_POLICY_VERSION, latest.get(keys.POLICY_VERSION)).unbind(0)
-    has_feedback = any(state.outcome.feedback for state in states)
-    for trajectory, state in zip(rows, states, strict=True):
-        if has_feedback:
-            trajectory.set(keys.FEEDBACK, NonTensorData(state.outcome.feedback))
-        if state.outcome.error:
-            trajectory.set(keys.REWARD_ERROR, NonTensorData(state.outcome.error))
-    if len(steps) == 1:
-        return rows
-    # Then the samples of each row, with the tokens of all of their turns.
-    samples = [state.samples() for state in states]
-    several = any(len(of_dialog) > 1 for of_dialog in samples)
-    unbound = [step.unbind(0) for step in steps]
-    parts = []
-    for number, (trajectory, state) in enumerate(zip(rows, states, strict=True)):
-        # A dialog whose opening failed has a transition too.
-        turns = [of_step[number] for of_step in unbound[: max(1, len(state.responses))]]
-        last, end = turns[-1], samples[number][-1].turns[-1]
-        valid = torch.stack([turn.get(("next", keys.REWARD_VALID)) for turn in turns]).all(0)
-        if compared:  # when the last dialog was over
-            last, valid = trajectory, valid & trajectory.get(keys.REWARD_VALID)
-        # The last turn has the reward, but may belong to no sample.
-        turns[end] = turns[end].copy().set(keys.REWARD, last.get(keys.REWARD))
-        trajectory.set(keys.REWARD_VALID, valid)
-        trajectory.set(keys.NEXT_POLICY_VERSION, turns[-1].get(keys.POLICY_VERSION))
-        for sample in samples[number]:
-            of_sample = [turns[turn] for turn in sample.turns]
-            part = _merge(of_sample, sample.rewards, state.outcome.credits_turns)
-            part = trajectory.copy().update(part).set(keys.RESPONSE_TEXT, sample.text)
-            if several:
-                part.set(keys.TRAJECTORY, trajectory.get(keys.GROUP_ID) * _MOST_ROWS + number)
-            if sample is not samples[number][-1]:
-                part.set(keys.DONE, torch.tensor([False]))
-            parts.append(part)
-    return parts
-
-
-def _merge(
-    turns: list[TensorDictBase], task_rewards: Sequence[float | None], credits_turns: bool
-) -> TensorDictBase:
-    """Join a dialog's turns into one sequence. The tokens of each turn begin with all tokens of the
-    turn before it.
-
-    Args:
-        turns: the transitions of the turns.
-        task_rewards: the task's reward of each turn.
-        credits_turns: whether a turn gets only its own reward.
-    """
-    full = turns[-1].get(keys.FULL)
-    prompt = turns[0].get(keys.PROMPT)
-    sampled = torch.zeros_like(full, dtype=torch.bool)
-    versions = torch.full_like(full, -1)
-    written = [
-        key for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS) if turns[0].get(key, None) is not None
-    ]
-    log_probs = [torch.zeros(full.shape) for _ in written]
-    rewards = torch.zeros(full.shape, dtype=torch.float64)
-    shares = [float(turn.get(keys.REWARD)) for turn in turns]
-    turn_rewards = [reward or 0.0 for reward in task_rewards]
-    if credits_turns:
-        shares = turn_rewards
-    elif any(turn_rewards):
-        # The rest is a score in addition to the turn rewards, or rounding.
-        *earlier, last = shares
-        rest = last - sum(turn_rewards)
-        rest = rest if abs(rest) > _ROUNDING * sum(map(abs, turn_rewards)) else 0.0
-        shares = [a + b for a, b in zip([*earlier, rest], turn_rewards, strict=True)]
-    for turn, share in zip(turns, shares, strict=True):
-        length, mask = turn.get(keys.FULL).numel(), turn.get(keys.ASSISTANT_MASK)
-        if not torch.equal(turn.get(keys.FULL), full[:length]):
-            raise RuntimeError(
-                f"the {length} tokens of an earlier turn are not the first of the {full.numel()} "
-                "tokens of the dialog: a transform of the environment changed tokens that the "
-                "policy read or sampled."
-            )
-        sampled[:length] |= mask
-        versions[:length] = versions[:length].maximum(turn.get(keys.POLICY_VERSIONS))
-        for key, total in zip(written, log_probs, strict=True):
-            total[:length] += turn.get(key)  # 0 on tokens that the turn did not sample
-        rewards[mask.nonzero().reshape(-1)[-1:]] = share
-    merged: dict[Any, Any] = {
-        keys.PROMPT: prompt,
-        keys.RESPONSE: full[prompt.numel() :].clone(),
-        keys.FULL: full,
-        keys.ATTENTION_MASK: torch.ones_like(sampled),
-        keys.ASSISTANT_MASK: sampled,
-        keys.POLICY_VERSION: torch.stack([turn.get(keys.POLICY_VERSION) for turn in turns]).amin(0),
-        keys.POLICY_VERSIONS: versions,
-        keys.REWARD: torch.stack([turn.get(keys.REWARD) for turn in turns]).sum(0),
-        keys.TURN_REWARDS: rewards,
-        **dict(zip(written, log_probs, strict=True)),
-    }
-    if turns[-1].get(keys.IMAGES, None) is not None:
-        merged[keys.IMAGES] = turns[-1].get(keys.IMAGES)
-    for key in (keys.KEPT, keys.KEPT_LOG_PROBS):
-        if turns[0].get(key, None) is not None:
-            merged[key] = torch.cat([turn.get(key) for turn in turns])
-    return TensorDict(merged)

@@ -21,7 +21,8 @@ from torchrl_grpo.generation.base import engine_class
 from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host import plugins
 from torchrl_grpo.host.files import read_jsonl
-from torchrl_grpo.rewards.functions import load_function
+from torchrl_grpo.host.objects import load_function
+from torchrl_grpo.rewards import BUILTINS
 
 SYNC = ROOT / "sota" / "grpo" / "grpo.py"
 PACKAGE = ROOT / "tests" / "support" / "plugin"
@@ -88,7 +89,7 @@ def test_a_command_line_uses_an_installed_package(installed: Path, tmp_path: Pat
 @pytest.mark.usefixtures("plugin")
 def test_an_unknown_name_lists_what_is_built_in_and_installed() -> None:
     with pytest.raises(ValueError, match=r"^env\.reward=nine must .*gsm8k.*nines.*mean nines\?"):
-        load_function("nine")
+        load_function("nine", "env.reward", BUILTINS)
     message = r"^inference_model\.backend=count must .*transformers, vllm, server, counting"
     with pytest.raises(ConfigError, match=message):
         compose_config("inference_model.backend=count")
@@ -96,7 +97,7 @@ def test_an_unknown_name_lists_what_is_built_in_and_installed() -> None:
 
 @pytest.mark.usefixtures("plugin")
 def test_what_is_built_in_keeps_its_name_and_choices_list_nothing_else() -> None:
-    assert load_function("gsm8k")("#### 72", "72") is True
+    assert load_function("gsm8k", "env.reward", BUILTINS)("#### 72", "72") is True
     assert list(ENGINES) == ["transformers", "vllm", "server"]
     assert not ENGINES["counting"].concurrent
     assert list(ENGINES) == ["transformers", "vllm", "server"]

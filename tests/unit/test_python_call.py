@@ -18,10 +18,10 @@ from tests.support.documentation import blocks
 from torchrl_grpo.config import ConfigError, compose
 from torchrl_grpo.errors import RunLostError
 from torchrl_grpo.extras.call import notebook
+from torchrl_grpo.host.objects import OBJECTS
 from torchrl_grpo.loop import Observer
 from torchrl_grpo.models.loading import load_model, load_tokenizer
 from torchrl_grpo.objectives import GRPOLoss, Surrogate
-from torchrl_grpo.rewards.functions import OBJECTS
 from torchrl_grpo.tasks import Problem, Score, Task
 from torchrl_grpo.tools import ToolCall
 

@@ -6,12 +6,14 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.utils import get_json_schema
 
+from torchrl_grpo.host.objects import load_function
 from torchrl_grpo.reward_pool import Failure, RewardPool
-from torchrl_grpo.rewards.functions import load_function
+from torchrl_grpo.rewards import BUILTINS
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Dialog, Problem, Turn
 from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
@@ -19,6 +21,10 @@ from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 
 def dialog(response: str) -> Dialog:
     return Dialog(Problem("6*7=?", "42"), [response])
+
+
+def load_reward(name: str) -> Any:
+    return load_function(name, "env.reward", BUILTINS)
 
 
 FILE = """
@@ -66,7 +72,7 @@ def test_a_function_of_a_file_shows_what_it_is(tmp_path: Path) -> None:
         'def add(a: int, b: int) -> int:\n    """Adds.\n\n    Args:\n        a: one.\n        b: two.\n    """\n'
         "    return a + b\n"
     )
-    add = pickle.loads(pickle.dumps(load_function(f"{tmp_path}/mine.py:add")))
+    add = pickle.loads(pickle.dumps(load_reward(f"{tmp_path}/mine.py:add")))
     schema = get_json_schema(add)["function"]
     assert (add(1, 2), schema["name"], schema["description"]) == (3, "add", "Adds.")
     assert schema["parameters"]["properties"]["b"] == {"type": "integer", "description": "two."}
@@ -76,10 +82,10 @@ def test_a_function_of_a_file_shows_what_it_is(tmp_path: Path) -> None:
 def test_an_edited_file_is_loaded_again_and_an_unchanged_one_is_not(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def score(response): return 1\ndef other(response): return 3\n")
-    first = load_function(f"{file}:score")
-    assert load_function(f"{file}:other").__wrapped__.__globals__ is first.__wrapped__.__globals__
+    first = load_reward(f"{file}:score")
+    assert load_reward(f"{file}:other").__wrapped__.__globals__ is first.__wrapped__.__globals__
     file.write_text("def score(response): return 2\n")
-    assert (first("x"), load_function(f"{file}:score")("x")) == (1, 2)
+    assert (first("x"), load_reward(f"{file}:score")("x")) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +113,7 @@ def test_what_cannot_be_loaded_says_why(
     file = tmp_path / "mine.py"
     file.write_text(source)
     with pytest.raises(ValueError, match=message):
-        load_function(name.format(file))
+        load_reward(name.format(file))
 
 
 def test_a_file_with_relative_imports_is_to_be_named_as_a_module(tmp_path: Path) -> None:
@@ -121,16 +127,16 @@ def test_a_file_with_relative_imports_is_to_be_named_as_a_module(tmp_path: Path)
         ValueError,
         match=r"outer\.inner\.mine:score",
     ):
-        load_function(f"{folder}/mine.py:score")
+        load_reward(f"{folder}/mine.py:score")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(tmp_path)
-        assert load_function("outer.inner.mine:score")("x") == 1
+        assert load_reward("outer.inner.mine:score")("x") == 1
 
 
 def test_other_functions_than_rewards_are_loaded_under_their_own_field(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"env\.tools=calc must be file\.py:function"):
-        load_function("calc", field="env.tools", builtins={})
-    assert load_function("os.path:basename", field="env.tools", builtins={})("a/b") == "b"
+        load_function("calc", "env.tools")
+    assert load_function("os.path:basename", "env.tools")("a/b") == "b"
 
 
 HOSTILE = """

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_grpo.config import GRPOConfig, components
-from torchrl_grpo.rewards.functions import load_class
+from torchrl_grpo.host.objects import load_class
 
 
 def make_component(

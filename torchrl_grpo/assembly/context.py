@@ -28,6 +28,7 @@ from torchrl_grpo.generation.base import AdapterSlots, EngineRequest, SamplingPa
 from torchrl_grpo.generation.engines import ENGINES, engines_with
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.host.extras import load_extra
+from torchrl_grpo.host.objects import OBJECTS, check_objects
 from torchrl_grpo.images import images_in, images_of
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.images.families import family_of
@@ -35,7 +36,6 @@ from torchrl_grpo.learner.resume import Resume
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.memory import Shape
 from torchrl_grpo.reward_pool import RewardPool
-from torchrl_grpo.rewards.functions import OBJECTS, check_objects
 from torchrl_grpo.runtime.placement import DevicePlan
 from torchrl_grpo.tasks.base import Split, Task
 from torchrl_grpo.weights.named import adapted_layers
@@ -84,7 +84,7 @@ class Context:
         turns: whether engines share devices with other roles, and release them while those work.
         teacher_shape: shape of the largest teacher.
         teacher_prompts: writes the prompts that the teacher reads in place of the policy's.
-        objects: objects that the config names; see ``rewards.functions.OBJECTS``.
+        objects: objects that the config names; see ``host.objects.OBJECTS``.
     """
 
     config: GRPOConfig

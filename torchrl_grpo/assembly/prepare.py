@@ -26,12 +26,12 @@ from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import engine_class
 from torchrl_grpo.host.extras import load_extra
+from torchrl_grpo.host.objects import check_objects
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.learner.resume import Resume, check_length, refusing
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.memory import Shape
 from torchrl_grpo.reporting.trackers import check_logging
-from torchrl_grpo.rewards.functions import check_objects
 from torchrl_grpo.runtime.placement import (
     DevicePlan,
     available_accelerators,

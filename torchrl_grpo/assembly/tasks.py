@@ -16,8 +16,8 @@ from torchrl_grpo.config.env import EnvConfig
 from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.host.extras import load_extra
+from torchrl_grpo.host.objects import OBJECTS, load_class, load_function
 from torchrl_grpo.host.startup import say
-from torchrl_grpo.rewards.functions import OBJECTS, load_class, load_function
 from torchrl_grpo.rewards.spec import parse_rewards
 from torchrl_grpo.tasks.base import Problem, Split, Task
 from torchrl_grpo.tasks.conversations import WithRetry, WithTools
@@ -149,7 +149,7 @@ def _load_tools(env: EnvConfig) -> list[Callable[..., Any]]:
         if name.startswith(checks.MCP):
             functions += load_extra("mcp_tools")(name, env.reward_timeout_s)
         elif name != PYTHON:
-            functions.append(load_function(name, "env.tools", {}))
+            functions.append(load_function(name, "env.tools"))
     return functions
 
 
@@ -184,7 +184,7 @@ def _make_verifiers(env: EnvConfig, tests: Sequence[DatasetConfig]) -> Task:
 def _tool_parser(env: EnvConfig) -> Parser | None:
     """Return the user's parser of calls; None to parse the chat template's format."""
     name = env.tool_parser
-    return None if name is None else load_function(name, "env.tool_parser", {})
+    return None if name is None else load_function(name, "env.tool_parser")
 
 
 def _with_sandbox(

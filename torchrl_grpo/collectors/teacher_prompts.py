@@ -15,8 +15,8 @@ from torch import Tensor
 
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.host.objects import load_function
 from torchrl_grpo.images import Prompt, images_of, tokens_of
-from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.tasks.base import Message, Problem
 from torchrl_grpo.tasks.drawing import Drawn
 

@@ -23,8 +23,8 @@ from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.errors import ReceiptError, RunLostError
 from torchrl_grpo.generation.engines import ENGINES, KEY
 from torchrl_grpo.generation.stops import StopStrings
+from torchrl_grpo.host.objects import load_object
 from torchrl_grpo.images import Prompt
-from torchrl_grpo.rewards.functions import load_object
 from torchrl_grpo.weights import TransferHandle, WeightHandle
 from torchrl_grpo.weights.receipts import Receipt
 

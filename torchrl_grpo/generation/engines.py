@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from torchrl_grpo.checks import Dtype, WeightTransfer
-from torchrl_grpo.rewards.functions import load_object
+from torchrl_grpo.host.objects import load_object
 
 KEY = "inference_model.backend"
 
@@ -73,7 +73,7 @@ class _Engines(dict[str, EngineKind]):
 
     def __missing__(self, name: str) -> EngineKind:
         return load_object(
-            name, KEY, "value of type EngineKind", lambda value: isinstance(value, EngineKind), {}
+            name, KEY, "value of type EngineKind", lambda value: isinstance(value, EngineKind)
         )
 
 

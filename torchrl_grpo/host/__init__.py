@@ -1,3 +1,3 @@
-"""The process and its machine: start-up, signals, child processes, and files of a run. Imports
-nothing heavy.
+"""The process and its machine: start-up, signals, child processes, files of a run, and the
+objects that a config names. Imports nothing heavy.
 """

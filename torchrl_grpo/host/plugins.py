@@ -1,6 +1,6 @@
 """Names that installed packages add to those that are built in, by entry points.
 
-Only metadata is read here; ``rewards.functions.load_object`` imports. That takes 35 ms, so it is
+Only metadata is read here; ``host.objects.load_object`` imports. That takes 35 ms, so it is
 for names that are not built in.
 """
 

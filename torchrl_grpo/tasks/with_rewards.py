@@ -12,10 +12,11 @@ from typing import Any
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.host.event_loop import event_loop
 from torchrl_grpo.host.interrupts import delivered
+from torchrl_grpo.host.objects import load_function
 from torchrl_grpo.host.progress import scoring
 from torchrl_grpo.images import ImageFile
+from torchrl_grpo.rewards import BUILTINS
 from torchrl_grpo.rewards.forms import RewardFunction
-from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.rewards.spec import (
     CORRECT,
     RewardSpec,
@@ -230,7 +231,8 @@ def make_rewards(
     entries = parse_rewards(spec, field)
     functions = [
         RewardFunction(
-            load_function(entry.fn, field) if isinstance(entry.fn, str) else entry.fn, entry
+            load_function(entry.fn, field, BUILTINS) if isinstance(entry.fn, str) else entry.fn,
+            entry,
         )
         for entry in entries
     ]

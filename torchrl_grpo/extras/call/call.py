@@ -20,7 +20,7 @@ from torchrl_grpo.extras.call.result import Result
 from torchrl_grpo.host import interrupts, startup
 from torchrl_grpo.host.checkpoint_files import saved_config
 from torchrl_grpo.host.folders import FolderLock, absent, claim, remove_unused
-from torchrl_grpo.rewards.functions import OBJECTS
+from torchrl_grpo.host.objects import OBJECTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -2,7 +2,7 @@
 
 Data and models become files in ``inputs/`` of the run's folder, because engine, reference model,
 Ray and a resumed run load them by name. Everything else gets a name, ``module:name``, by which
-``rewards.functions.OBJECTS`` finds it while the run is built.
+``host.objects.OBJECTS`` finds it while the run is built.
 """
 
 from __future__ import annotations

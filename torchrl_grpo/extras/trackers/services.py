@@ -26,9 +26,9 @@ from torchrl.record.loggers.wandb import WandbLogger
 
 from torchrl_grpo.assembly.components import make_component
 from torchrl_grpo.extras.run_files import read_inside
+from torchrl_grpo.host.objects import load_class
 from torchrl_grpo.host.trees import dotted
 from torchrl_grpo.reporting.trackers import Row, Tracker
-from torchrl_grpo.rewards.functions import load_class
 
 # A run must end even if the server does not answer: timeout for the start and for the last upload.
 _WANDB_TIMEOUT_S = 60.0

@@ -26,9 +26,9 @@ from numbers import Real
 from typing import Any
 
 from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.host.objects import load_function
 from torchrl_grpo.host.plugins import plugins
 from torchrl_grpo.host.processes import guarded
-from torchrl_grpo.rewards.functions import load_function
 
 _MAX_OUTPUT = 2**20
 _MAX_ERROR_CHARACTERS = 2000
@@ -68,7 +68,7 @@ def load_program(spec: str) -> Program:
     words = shlex.split(spec)
     named = ":" in spec or spec.endswith(".py") or spec in plugins("env.agent")
     if len(words) == 1 and named:
-        return Function(load_function(spec, "env.agent", {}), f"env.agent={spec}")
+        return Function(load_function(spec, "env.agent"), f"env.agent={spec}")
     if not words or shutil.which(words[0]) is None:
         raise ValueError(
             f"env.agent={spec} must be file.py:function, package.module:function or a command, but "

@@ -1,4 +1,5 @@
-"""Loads functions by name: built-in ones, or from a file or an installed package.
+"""Objects that a config names: built in, from another package, or the user's own, in a file, a
+module, or a call of ``torchrl_grpo.train``.
 
 Any pickler can send a file's function to another process or machine, as the source of the file and
 of the modules next to it that it imported. There the source runs as in an import, so a file may
@@ -26,20 +27,18 @@ import cloudpickle
 
 from torchrl_grpo.checks import did_you_mean
 from torchrl_grpo.host.plugins import plugins
-from torchrl_grpo.rewards import BUILTINS
 
 Sources = dict[str, tuple[str, str]]
 """Paths and sources of modules, by name."""
 
 _sources: Sources = {}
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 OBJECTS: dict[str, Any] = {}
 """Objects that ``torchrl_grpo.train`` was called with, by the names that the config has for them."""
 
 
-def load_function(
-    name: str, field: str = "env.reward", builtins: Mapping[str, str] = BUILTINS
-) -> Callable[..., Any]:
+def load_function(name: str, field: str, builtins: Mapping[str, str] = _NONE) -> Callable[..., Any]:
     """Load a function by name.
 
     Args:
@@ -51,8 +50,8 @@ def load_function(
     Raises:
         ValueError: there is no such function, or its module cannot be imported.
 
-    >>> load_function("gsm8k")("#### 72", "72")
-    True
+    >>> load_function("os.path:basename", "env.reward")("a/b")
+    'b'
     """
     return load_object(
         name, field, "function", lambda value: callable(value) and not _is_class(value), builtins
@@ -76,7 +75,7 @@ def check_objects() -> None:
             ) from error
 
 
-def load_class(name: str, field: str, builtins: Mapping[str, str] = MappingProxyType({})) -> Any:
+def load_class(name: str, field: str, builtins: Mapping[str, str] = _NONE) -> Any:
     """Load a class, ``path/to/file.py:Class`` or ``package.module:Class``; see ``load_function``.
 
     Raises:
@@ -94,9 +93,9 @@ def load_object(
     field: str,
     kind: str,
     fits: Callable[[Any], bool],
-    builtins: Mapping[str, str],
+    builtins: Mapping[str, str] = _NONE,
 ) -> Any:
-    """Load what a config key names: something built in, from another package, or the user's own.
+    """Load what a config key names.
 
     Args:
         name: see ``load_function``.

@@ -231,7 +231,7 @@ def test_a_broken_chat_template_is_one_message(template: str) -> None:
     message = str(refused.value)
     assert (
         message.startswith("model.chat_template=")
-        and "must write a chat of the roles ['user', 'assistant']" in message
+        and "must write a chat with the roles ['user', 'assistant']" in message
     )
     assert BROKEN_TEMPLATES[template] in message and "\n" not in message and "\x1b" not in message
     assert message.endswith("fix it, or leave it out, if it is not the tokenizer's own.")

@@ -76,7 +76,7 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
         ),
         (
             ["train_model.num_devices=3", "train_model.tensor_parallel_size=2"],
-            r"tensor_parallel_size=2 must divide the trainer's devices, which are 3: use train_model\.num_devices=4",
+            r"tensor_parallel_size=2 must divide the number of training devices, 3: use train_model\.num_devices=4",
         ),
         (
             ["train_model.num_devices=64", "train_model.tensor_parallel_size=64"],
@@ -92,7 +92,7 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
         ),
         (
             ["train_model.num_devices=6", "train_model.replicas=4"],
-            r"train_model\.replicas=4 must divide the trainer's devices, which are 6, .*: use .*\.num_devices=8",
+            r"train_model\.replicas=4 must divide the number of training devices, 6, .*: use .*\.num_devices=8",
         ),
         (
             ["train_model.cpu_offload=true", "optimizer.name=adamw_8bit"],

@@ -82,7 +82,7 @@ def test_arguments_that_nothing_gives_are_refused_before_a_run() -> None:
     rewards = make_rewards(see)
     with pytest.raises(
         ValueError,
-        match=r"needs hint, .*: use some of these names: answer, .*solution, tokens",
+        match=r"needs hint, .*: use only these names: answer, .*solution, tokens",
     ):
         rewards.check(columns_of("solution"))
     rewards.check(columns_of("solution", "hint"))
@@ -106,7 +106,7 @@ def test_an_answer_that_no_problem_has_is_refused_before_a_run(
     if missing is None:
         rewards.check(columns_of(*columns, answer=None))
     else:
-        with pytest.raises(ValueError, match=f"needs {missing}, .*: use some of these names"):
+        with pytest.raises(ValueError, match=f"needs {missing}, .*: use only these names"):
             rewards.check(columns_of(*columns, answer=None))
 
 

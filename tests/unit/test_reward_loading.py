@@ -98,7 +98,7 @@ def test_an_edited_file_is_loaded_again_and_an_unchanged_one_is_not(tmp_path: Pa
         ("nothing.py", "", r"must name a file that exists, but there is no .*/nothing.py: fix the path"),
         ("nothing.py:f", "", r"must name a file that exists, but there is no .*/nothing.py: fix the path"),
         ("{}:f", "def good(response): ...\nclass Bad: ...\ndef _no(): ...", r"which has no 'f': use one of \['good'\]"),
-        ("{}:N", "N = 3", r"must name a function in .*mine.py, but it is not .*: use one of those defined there"),
+        ("{}:N", "N = 3", r"must name a function in .*mine.py, but it is not .*: use one of the ones defined there"),
         ("{}:f", "x = 1\nimport no_such_package", r"raised ModuleNotFoundError: No module.* at .*mine.py:2: fix it"),
         ("{}:f", "x = 1\ndef f(:", "raised SyntaxError: .* at .*mine.py:2: fix it"),
         ("{}:f", "import sys\nsys.exit(3)", "raised SystemExit: 3 at .*mine.py:2"),

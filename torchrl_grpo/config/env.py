@@ -31,7 +31,7 @@ class EnvConfig(DataConfig):
     or classes by the value of the column environment, {easy: my_envs.py:Easy, hard:
     my_envs.py:Hard} (docs/environments.md). In place of a class, openenv:http://localhost:8000 is a
     server of OpenEnv. With dataset=null it makes its own problems from a number, the column seed;
-    on the command line it replaces a data set that is not given there. Environments run in reward
+    given on the command line, it replaces the config file's data set. Environments run in reward
     workers, at least one of which is then started."""
     environments_at_a_time: int = limited(16, ge=1)
     """environment: dialogs that a reward worker starts, or answers, at the same time, each in a
@@ -52,13 +52,13 @@ class EnvConfig(DataConfig):
     """Maximum width times height of an image in data, or from a tool, an environment or an agent,
     which is checked before the image is decoded. At most 178,956,970, Pillow's own limit."""
     difficulty_filter: list[float] | None = None
-    """Range [low, high] of the share of correct responses in past epochs within which a problem is
-    drawn again: [0.05, 0.95] drops for good what was never or always solved. null draws all in each
-    epoch."""
+    """Range [low, high]: a problem is drawn again only if its share of correct responses in past
+    epochs is in it, so [0.05, 0.95] drops for good what was never or always solved. null draws all
+    in each epoch."""
     sampling: str = choice(checks.Sampling, "uniform")
-    """How problems are drawn: each once in an epoch (uniform), or those more often whose share of
-    correct responses so far is near sampling_target (pass_rate). A problem without responses is
-    always drawn."""
+    """How problems are drawn: each once in an epoch (uniform), or with a higher probability the
+    closer its share of correct responses so far is to sampling_target (pass_rate). A problem
+    without responses is always drawn."""
     sampling_target: float = limited(0.5, gt=0, lt=1)
     """sampling=pass_rate: share of correct responses at which a problem is always drawn, in (0, 1).
     """
@@ -80,13 +80,13 @@ class EnvConfig(DataConfig):
     the dialog's variables. mcp:COMMAND or mcp:URL adds all tools of an MCP server (docs/tools.md).
     They run in reward workers, at least one of which is then started."""
     tool_parser: str | None = None
-    """tools, agent: a function of yours that finds the calls in a text, as file.py:function; null
+    """tools, agent: your own function that finds the calls in a text, as file.py:function; null
     parses calls in the format of the model's chat template or response template."""
     agent: str | None = None
-    """Who plays the problems with an OpenAI client: file.py:function or package.module:function of
-    an async def play(client, problem), or a command line such as "python solve.py"
-    (docs/agents.md). Each request is a turn of the policy. Agents run in reward workers, at least
-    one of which is then started."""
+    """Agent that plays the problems with an OpenAI client: file.py:function or
+    package.module:function of an async def play(client, problem), or a command line such as "python
+    solve.py" (docs/agents.md). Each request is a turn of the policy. Agents run in reward workers,
+    at least one of which is then started."""
     abandoned: str = choice(checks.Abandoned, "train")
     """agent: whether to train turns that the agent abandoned by going back to an earlier point
     (docs/agents.md)."""

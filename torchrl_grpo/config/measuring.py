@@ -17,7 +17,7 @@ class EvaluationConfig:
     """Accuracy on the test split: pass@1 greedy, pass@k and avg@k sampled."""
 
     frequency: int = limited(50, ge=0)
-    """Steps between two greedy evaluations; 0 evaluates before and after the run only."""
+    """Steps between two greedy evaluations; 0 evaluates only before and after the run."""
     num_prompts: int = limited(200, ge=0)
     """Test problems to use, the same ones in each evaluation and run; 0 turns evaluation off."""
     k: int = limited(8, ge=0, le=1024)
@@ -143,7 +143,7 @@ class LoggingConfig:
 RULES = (
     Rule(
         "logging.profile_steps",
-        "must be steps, of which the first is 1",
+        "must be numbers of steps, counted from 1",
         "for example, [3,4]",
         bad=lambda steps: min(steps, default=1) < 1,
     ),

@@ -59,7 +59,7 @@ class LoraConfig:
     """Scale: the adapters' output is multiplied by alpha / r."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
     """Modules that get adapters: [all-linear] (all but the LM head), or names such as
-    [q_proj,v_proj]; none whose weight is the LM head's, such as a tied embedding.
+    [q_proj,v_proj]; none that shares its weight with the LM head, such as a tied embedding.
     """
     path: str | None = None
     """Folder of adapters for model.name, in peft's format, to continue training. It also sets their
@@ -160,7 +160,7 @@ RULES = (
     ),
     Rule(
         "train_model.lora.settings",
-        "is what a checkpoint has of train_model.lora.path",
+        "is written by a checkpoint, from train_model.lora.path",
         "leave it out",
         lambda c: c.train_model.lora.settings and not c.train.resume,
     ),

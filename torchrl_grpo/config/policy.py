@@ -125,7 +125,8 @@ class PolicyConfig:
     """Weight of the entropy bonus; with an entropy_target, its first value."""
     entropy_target: float | None = limited(None, gt=0)
     """Mean entropy of a token in nats at or below which the bonus applies, and entropy_coef grows
-    after each optimizer step; above it, it shrinks (Skywork-OR1, arXiv 2505.22312). null keeps it.
+    after each optimizer step; above it, the coefficient shrinks (Skywork-OR1, arXiv 2505.22312).
+    null keeps it constant.
     """
     entropy_coef_delta: float = limited(0.005, gt=0)
     """entropy_target: how much entropy_coef changes with each optimizer step."""
@@ -138,14 +139,14 @@ class PolicyConfig:
     """How far a value may move from what it was before the batch's first step, above 0 (arXiv
     1707.06347); null is unbounded."""
     demonstrations: bool = False
-    """Whether the responses are read from the data (env.columns.completion or messages) in place of
+    """Whether the responses are read from the data (env.columns.completion or messages) instead of
     being sampled, each with an advantage of 1; env.repeats is then 1."""
     sft_coef: float = limited(0.0, ge=0)
-    """Weight of demonstrations beside what is sampled: minus the log-likelihood of the one of each
-    problem in the batch (env.columns.completion or messages), the mean over their tokens, in the
-    same optimizer step. 0 needs none."""
+    """Weight of the supervised loss in each optimizer step: minus the log-likelihood of one
+    demonstration for each problem in the batch (env.columns.completion or messages), the mean over
+    their tokens. 0 needs no demonstrations."""
     reward_coef: float = limited(1.0, ge=0)
-    """With a teacher: weight of the reward's advantage beside it; 0 trains only on the teacher."""
+    """With a teacher: weight of the reward's advantage; 0 trains only on the teacher."""
     teacher_coef: float = limited(0.0, ge=0)
     """Weight of the divergence from teacher.model; 0 needs no teacher."""
     teacher_divergence: str = choice(checks.TeacherDivergence, "sampled")
@@ -185,7 +186,7 @@ RULES = (
     Rule(
         "policy.entropy_coef",
         "must be at most {policy.entropy_coef_max=}",
-        "lower it, or raise that",
+        "lower it, or raise policy.entropy_coef_max",
         lambda c: (
             c.policy.entropy_target is not None
             and c.policy.entropy_coef > c.policy.entropy_coef_max
@@ -244,7 +245,7 @@ RULES = (
     Rule(
         "policy.score_centering",
         "must be left out with {policy.top_entropy_quantile=}",
-        "leave one out",
+        "set only one of them",
         "policy.top_entropy_quantile",
     ),
 )

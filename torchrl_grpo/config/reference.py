@@ -18,14 +18,15 @@ class RefModelConfig(DevicesConfig):
     """Type of the weights."""
     sharded: bool = False
     """Whether it is sharded over the trained model's devices, whose ranks score their shares of a
-    batch before they train it. Otherwise each device has a full copy, and scores while others
+    batch before they train on it. Otherwise each device has a full copy, and scores while others
     sample."""
     refresh_every: int | None = limited(None, ge=1)
-    """Copy the trained weights to the reference model every this many steps; null never."""
+    """Steps between two copies of the trained weights to the reference model; null never copies
+    them."""
     decay: float = limited(0.0, ge=0, lt=1)
-    """With refresh_every: the share of its own weights that the reference model keeps then, in
-    [0, 1); 0 copies. Above 0 it is a moving average beside the trained weights, and the training
-    ranks score with it."""
+    """With refresh_every: the share of its own weights that the reference model keeps each time, in
+    [0, 1); 0 only copies. Above 0 it is a moving average kept with the trained weights, and the
+    training ranks score with it."""
 
 
 RULES = (
@@ -55,7 +56,7 @@ RULES = (
     *(
         Rule(
             key,
-            "must be left out with {ref_model.decay=}, whose average is beside the trained weights",
+            "must be left out with {ref_model.decay=}, whose average is kept with the trained weights",
             f"leave {key} out",
             "ref_model.decay",
         )

@@ -337,9 +337,14 @@ RULES = (
         ),
     ),
     *(
-        Rule("policy.sft_coef", f"must be left out with {{{key}=}}, {why}", "leave one out", key)
+        Rule(
+            "policy.sft_coef",
+            f"must be left out with {{{key}=}}, {why}",
+            "set only one of them",
+            key,
+        )
         for key, why in (
-            ("policy.demonstrations", "algo=sft trains only on demonstrations"),
+            ("policy.demonstrations", "which trains only on demonstrations"),
             ("env.agent", "whose prompts are not the rows'"),
             ("env.environment", "whose prompts are not the rows'"),
         )

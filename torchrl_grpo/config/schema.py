@@ -35,12 +35,12 @@ class RayConfig:
     """auto (the cluster of this machine or of RAY_ADDRESS) or host:port of a cluster to join, for
     grpo.py too; null starts one on this machine if the run needs one."""
     actor_timeout_s: float = limited(1800.0, gt=0)
-    """Seconds in which a process must answer: load its model, play a rollout task, evaluate the
+    """Seconds within which a process must answer: load its model, play a rollout task, evaluate the
     test split, train a step. A late sampler or reference model is replaced, a late learner ends the
     run."""
     recovery_timeout_s: float = limited(900.0, gt=0)
     """Seconds for which all samplers, or all reference models, may be missing before the run ends;
-    must be more than one needs to start."""
+    must be more than one of them needs to start."""
 
 
 @dataclass
@@ -48,8 +48,8 @@ class GRPOConfig:
     """The whole config of ``sota/grpo/grpo.py``."""
 
     dry_run: bool = False
-    """Only try the run: report problems with fixes, and the time, disk and memory that it would
-    take. Nothing is trained or written."""
+    """Check the run without training: report problems with fixes, and the time, disk and memory
+    that it would take. Nothing is written."""
     seed: int = limited(0, ge=0, lt=2**32)
     """Seed of all random draws. docs/devices.md says what it reproduces with several samplers."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -58,8 +58,8 @@ class GRPOConfig:
     ref_model: RefModelConfig = field(default_factory=RefModelConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     teachers: list[TeacherEntry] | None = None
-    """Several teachers instead of teacher.model: [{model: NAME, datasets: [math]}, ...], each for the
-    data sets of env.datasets that it names. They are workers of their own, which share
+    """Several teachers instead of teacher.model: [{model: NAME, datasets: [math]}, ...], each for
+    the data sets of env.datasets that it names. They are separate workers, which share
     teacher.num_devices."""
     env: EnvConfig = field(default_factory=EnvConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)

@@ -44,14 +44,14 @@ class TeacherConfig(DevicesConfig):
     decay: float = limited(0.99, ge=0, lt=1)
     """teacher.weights=ema: the share of the average that each step keeps, in [0, 1)."""
     address: list[str] = field(default_factory=list)
-    """URLs of servers of that model, such as [http://localhost:8000], which score in place of a
-    copy of this run's. VLLM_API_KEY may hold their key."""
+    """URLs of servers of that model, such as [http://localhost:8000], which score instead of a
+    model in this run. VLLM_API_KEY may hold their key."""
     dtype: str = choice(checks.Dtype, "float32")
     """Type of the weights; servers, and the policy itself, have their own."""
     prompt: str | None = None
-    """Prompt that it reads in place of the policy's, by a function as file.py:function that returns
-    messages, or one that shows the reference solution (solution), a correct response of the group
-    (best_response) or what the scorer says (feedback). null is the policy's prompt."""
+    """Prompt that it reads instead of the policy's: what a function, file.py:function, returns as
+    messages, or a prompt that shows the reference solution (solution), a correct response of the
+    group (best_response) or what the scorer says (feedback). null is the policy's prompt."""
 
 
 def _bad_teachers(config: Any) -> bool:
@@ -84,7 +84,12 @@ RULES = (
         )
     ),
     *(
-        Rule("teacher.prompt", f"must be left out with {{{key}=}}, {why}", "leave one out", key)
+        Rule(
+            "teacher.prompt",
+            f"must be left out with {{{key}=}}, {why}",
+            "set only one of them",
+            key,
+        )
         for key, why in (
             ("env.transforms", "which may change the prompts"),
             ("policy.demonstrations", "whose responses are not the policy's"),
@@ -113,7 +118,7 @@ RULES = (
         Rule(
             "teachers",
             f"must be left out with {{{key}=}}, because each teacher has its own",
-            "leave one out",
+            "set only one of them",
             key,
         )
         for key in ("teacher.model", "teacher.address", "teacher.dtype")

@@ -42,8 +42,8 @@ class TrainConfig:
     resume: str | None = None
     """A checkpoint, or the folder of a run, whose newest complete checkpoint is used: the run
     continues from there, with its config, in a new folder. auto continues in its own folder, or
-    starts there. Model, data, batch size and the optimizer's warm-up must stay; length, learning
-    rate, loss, devices and frequencies may change."""
+    starts there. Model, data, batch size and the optimizer's warm-up must stay the same; length,
+    learning rate, loss, devices and frequencies may change."""
     checkpoint_frequency: int = limited(0, ge=0)
     """Steps between two checkpoints; one is always written at the end, and 0 writes only that."""
     export_frequency: int = limited(0, ge=0)

@@ -72,8 +72,8 @@ class Prompts:
             raise ValueError(
                 f"split={split!r} of task {task.name!r} must have a problem whose prompt has 1 to "
                 f"max_prompt_tokens={max_prompt_tokens} tokens, but none of its "
-                f"{len(self.problems)} problems does: use a larger max_prompt_tokens, a model "
-                "length that leaves more room beside the response, or a tokenizer that knows the "
+                f"{len(self.problems)} problems does: use a larger max_prompt_tokens, a "
+                "context that leaves a prompt more room, or a tokenizer that knows the "
                 "characters of the prompts."
             )
 

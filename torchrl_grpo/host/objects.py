@@ -148,7 +148,7 @@ def load_object(
             problem = f"but it is not a {kind}"
         raise ValueError(
             f"{field}={name} must name a {kind} in {place}, {problem}: use one of "
-            f"{candidates or 'those defined there'}."
+            f"{candidates or 'the ones defined there'}."
         )
     if path is None:
         return value

@@ -43,7 +43,7 @@ from torchrl_grpo.weights.named import named_adapter_weights
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 STARTER = "starter"
-"""Name of the model shipped with the package."""
+"""Name of the model that the package includes."""
 
 _PICKLES = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl"]
 

@@ -183,7 +183,7 @@ class RewardFunction:
                 fix = "name the column of the images as env.columns.images"
             raise ValueError(
                 f"reward {self.name} needs {' and '.join(missing)}, which {verb} neither a column "
-                f"nor a built-in argument: use some of these names: {', '.join(sorted(available))}; "
+                f"nor a built-in argument: use only these names: {', '.join(sorted(available))}; "
                 f"or {fix}."
             )
 

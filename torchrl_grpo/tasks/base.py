@@ -383,7 +383,7 @@ class Task(ABC):
         raise ValueError(
             "algo=sft (policy.demonstrations=true) and policy.sft_coef need a response to each "
             f"problem, but task {self.name!r} has none: name their column as "
-            "env.columns.completion, or that of whole chats as env.columns.messages."
+            "env.columns.completion, or the column of whole chats as env.columns.messages."
         )
 
     def tools_for(self, problem: Problem) -> Sequence[Mapping[str, Any]]:

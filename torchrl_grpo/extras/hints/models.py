@@ -135,7 +135,7 @@ def explain_model_error(name: str, what: str, error: Exception) -> str:
     if Path(name).exists() or close is None:
         fix = (
             "check the name, the files, the network and HF_HUB_OFFLINE, log in for a gated model, or "
-            "use model.name=starter, which is shipped with the package."
+            "use model.name=starter, which is included in the package."
         )
     else:
         fix = f"did you mean {close}?"

@@ -477,6 +477,24 @@ def test_evaluate_trains_nothing(tmp_path: Path) -> None:
         _ = result.model
 
 
+@pytest.mark.parametrize("by", ["test_dataset", "env.test_fraction"])
+def test_evaluate_takes_the_test_problems_of_train(by: str, tmp_path: Path) -> None:
+    overrides: dict[str, Any] = {"evaluation.num_prompts": 60, "evaluation.k": 0}
+    others = [{"prompt": f"{a}+21=? #### n", "answer": str(a + 21)} for a in range(3)]
+    arguments: dict[str, Any] = {"test_dataset": others}
+    if by == "env.test_fraction":
+        overrides[by], arguments = 0.1, {}
+    result = torchrl_grpo.evaluate(
+        "grpo_arithmetic", dataset=ROWS, reward=right, folder=tmp_path / "run", **arguments,
+        overrides=overrides | {"logging.page": False},
+    )  # fmt: skip
+    queries = [sample["query"] for sample in result.samples]
+    if by == "test_dataset":
+        assert sorted(queries) == [row["prompt"] for row in others]
+    else:
+        assert 0 < len(queries) < 20 and set(queries) < {row["prompt"] for row in ROWS}
+
+
 @pytest.mark.nightly
 def test_a_dry_run_trains_nothing(
     train: Callable[..., torchrl_grpo.Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -94,12 +94,10 @@ def train(
         "train.resume": None if resume is None else str(resume),
     }
     if test_dataset is not None:
-        if any(
-            isinstance(data, str | os.PathLike) or data is None for data in (dataset, test_dataset)
-        ):
-            values["evaluation.datasets"] = [{"dataset": test_dataset}]
-        else:
+        if _in_memory(dataset) and _in_memory(test_dataset):
             values["env.dataset"] = {"train": dataset, "test": test_dataset}
+        else:
+            values["evaluation.datasets"] = [{"dataset": test_dataset}]
     settings = {key: value for key, value in values.items() if value is not None}
     try:
         _check_keys(settings, overrides or {}, model, tokenizer)
@@ -130,17 +128,28 @@ def evaluate(
 
     Args:
         config: see ``train``.
-        dataset: rows to evaluate, or a data set, whose test split is evaluated.
+        dataset: rows to evaluate, unless ``test_dataset`` or ``env.test_fraction`` chooses others;
+            or a data set, whose test split is evaluated.
         overrides: see ``train``.
         **arguments: see ``train``.
 
     Raises:
         ConfigError: see ``train``.
     """
-    settings: dict[str, Any] = {"train.total_dialog_turns": 0}
-    if not (dataset is None or isinstance(dataset, str | os.PathLike | Mapping)):
-        settings["env.test_split"] = "train"
-    return train(config, dataset=dataset, overrides=settings | {**(overrides or {})}, **arguments)
+    settings = {"train.total_dialog_turns": 0, **(overrides or {})}
+    if (
+        _in_memory(dataset)
+        and not isinstance(dataset, Mapping)
+        and not _in_memory(arguments.get("test_dataset"))
+        and settings.get("env.test_fraction") is None
+    ):
+        settings.setdefault("env.test_split", "train")
+    return train(config, dataset=dataset, overrides=settings, **arguments)
+
+
+def _in_memory(data: Any) -> bool:
+    """Return whether data is rows, not a name or None."""
+    return not (data is None or isinstance(data, str | os.PathLike))
 
 
 def _check_keys(

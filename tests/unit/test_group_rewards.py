@@ -171,6 +171,12 @@ def test_a_reward_of_weight_0_does_not_replace_one_that_is_missing() -> None:
     }  # fmt: skip
 
 
+def test_an_evaluations_only_response_is_judged_by_a_reward_of_weight_0() -> None:
+    task = with_rewards([longer, {"fn": own, "weight": 0}])
+    assert outcomes(play(task, ["1"], groups=2)) == [(0.0, True, {"own": 1.0})] * 2
+    assert outcomes(play(task, ["x"])) == [(0.0, False, None)]
+
+
 def test_one_valid_response_is_not_compared() -> None:
     calls: list[Any] = []
 

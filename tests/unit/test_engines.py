@@ -23,6 +23,7 @@ from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors.sampler import RolloutTask
 from torchrl_grpo.config import ConfigError
+from torchrl_grpo.engines import ENGINES, EngineKind, engines_with
 from torchrl_grpo.generation.base import (
     Completion,
     Engine,
@@ -31,7 +32,6 @@ from torchrl_grpo.generation.base import (
     SamplingParams,
     engine_class,
 )
-from torchrl_grpo.generation.engines import ENGINES, EngineKind, engines_with
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.reporting.metrics import read_jsonl
 

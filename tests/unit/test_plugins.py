@@ -16,9 +16,9 @@ from tests.support import forks
 from tests.support.configs import ROOT, SMALL, compose_config, composed
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import GRPOConfig, from_hydra, plain
+from torchrl_grpo.engines import ENGINES
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import engine_class
-from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host import plugins
 from torchrl_grpo.host.files import read_jsonl
 from torchrl_grpo.host.objects import load_function

@@ -22,10 +22,10 @@ from torchrl_grpo.assembly.tasks import check_tests, dataset_names, read_task
 from torchrl_grpo.checks import GENERATED, check_multiple, context_length
 from torchrl_grpo.collectors.teacher_prompts import TeacherPrompts
 from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.engines import ENGINES, engines_with
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import AdapterSlots, EngineRequest, SamplingParams, engine_class
-from torchrl_grpo.generation.engines import ENGINES, engines_with
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.objects import OBJECTS, check_objects

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrl_grpo.config import GRPOConfig
-from torchrl_grpo.generation.engines import ENGINES
+from torchrl_grpo.engines import ENGINES
 from torchrl_grpo.images.cache import MOST_BYTES
 from torchrl_grpo.models.memory import BYTES, Shape, StepSetup, feature_bytes
 

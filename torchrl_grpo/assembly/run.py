@@ -28,7 +28,7 @@ from torchrl_grpo.assembly.schedule import schedule_of, writes_of
 from torchrl_grpo.assembly.shares import check_devices, shares
 from torchrl_grpo.checks import adapter_settings
 from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
-from torchrl_grpo.generation.engines import ENGINES
+from torchrl_grpo.engines import ENGINES
 from torchrl_grpo.host import stalls
 from torchrl_grpo.host.checkpoint_files import check_unused
 from torchrl_grpo.host.clock import DATE, run_date

@@ -13,7 +13,7 @@ from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.config.devices import DevicesConfig
 from torchrl_grpo.config.fields import choice, limited, written
 from torchrl_grpo.config.rule import Rule, arguments, is_set
-from torchrl_grpo.generation.engines import ENGINES, engines_with
+from torchrl_grpo.engines import ENGINES, engines_with
 
 MAX_STOP_BYTES = 256
 """Maximum size of ``inference_model.stop``: an engine's table has a row for each byte, as long as

@@ -46,8 +46,8 @@ from torchrl_grpo.config.fields import leaves
 from torchrl_grpo.config.rule import Rule, read_with
 from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.config.security import check_no_secrets
+from torchrl_grpo.engines import ENGINES
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host.plugins import plugins
 from torchrl_grpo.host.trees import dotted
 

@@ -24,7 +24,7 @@ from torchrl_grpo.config.policy import PolicyConfig
 from torchrl_grpo.config.reference import RefModelConfig
 from torchrl_grpo.config.teacher import OWN_MODEL, TeacherConfig, TeacherEntry
 from torchrl_grpo.config.train import TrainConfig
-from torchrl_grpo.generation.engines import ENGINES
+from torchrl_grpo.engines import ENGINES
 
 
 @dataclass

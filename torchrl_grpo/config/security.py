@@ -13,8 +13,8 @@ from operator import not_
 from typing import Any
 
 from torchrl_grpo.config.schema import ADVANTAGES, LOSSES
+from torchrl_grpo.engines import ENGINES
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host.trees import dotted, inner_nodes
 
 _NAME = re.compile(

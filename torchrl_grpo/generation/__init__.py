@@ -23,5 +23,5 @@ _MODULES = {"GenerationPolicy": "policy", "TransformersEngine": "transformers"}
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # These import torch, and the config's rules read the table of engines without torch.
+    # These import torch and transformers, and each of vLLM's processes imports ``vllm_stops``.
     return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'base')}"), name)

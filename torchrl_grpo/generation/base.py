@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from torchrl_grpo.checks import MIN_TEMPERATURE
+from torchrl_grpo.engines import ENGINES, KEY
 from torchrl_grpo.errors import ReceiptError, RunLostError
-from torchrl_grpo.generation.engines import ENGINES, KEY
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.host.objects import load_object
 from torchrl_grpo.images import Prompt

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrl_grpo.engines import engines_with
 from torchrl_grpo.extras.migrate.problems import problems
 from torchrl_grpo.extras.migrate.readers import Settings
 from torchrl_grpo.extras.migrate.scripts import Unknown
 from torchrl_grpo.extras.migrate.sizes import SIZES, sizes
 from torchrl_grpo.extras.migrate.tables import BASE, SET_ME, Row, Table
 from torchrl_grpo.extras.peers import DETERMINES
-from torchrl_grpo.generation.engines import engines_with
 
 
 @dataclass

@@ -23,9 +23,9 @@ from rich.table import Table
 from torchrl_grpo.assembly.estimates import encoder_cache_bytes, step_setup
 from torchrl_grpo.checks import STARTERS
 from torchrl_grpo.config import ConfigError, GRPOConfig, compose, orderly_exit, staleness_bound
+from torchrl_grpo.engines import ENGINES
 from torchrl_grpo.extras.plan.hardware import GPUS, Workload, model_shape
 from torchrl_grpo.extras.plan.splits import Row, Settings, best_splits, simulate
-from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.models.memory import BYTES
 from torchrl_grpo.starter import starter_path
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from torchrl_grpo.engines import ENGINES
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.models.memory import (
     MEMORY_SHARE,
     Shape,

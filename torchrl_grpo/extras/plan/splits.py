@@ -7,10 +7,10 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from torchrl_grpo.engines import ENGINES
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.extras.plan.hardware import HOP_S, Gpu, Workload
 from torchrl_grpo.extras.plan.simulation import Costs, Loop, Result, Simulation
-from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host.text import size
 from torchrl_grpo.models.memory import MEMORY_SHARE
 

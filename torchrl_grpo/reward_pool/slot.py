@@ -33,7 +33,7 @@ stopped.
 """
 
 
-class Worker(PipedChild):
+class RewardWorker(PipedChild):
     """Process that handles one request after another (not on Windows). On Linux the process is a
     guard with a child.
     """
@@ -138,7 +138,7 @@ class WorkerSlot:
         self._task = task
         self._timeout_s = timeout_s
         self._lock = lock
-        self.worker: Worker | None = None
+        self.worker: RewardWorker | None = None
         self.queue: deque[Any] = deque()
         self.open_episodes: set[str] = set()
         self.counts: Counter[str] = Counter()
@@ -198,12 +198,12 @@ class WorkerSlot:
             message = "its process ended"
         return [Failure(("died", end), text, "crash", message, text)] * len(dialogs)
 
-    def _running_worker(self) -> Worker:
+    def _running_worker(self) -> RewardWorker:
         with self._lock:
             if self.closed:
                 raise RuntimeError("the reward pool is closed: create a new one.")
             if self.worker is None:
-                self.worker = Worker(self._task)
+                self.worker = RewardWorker(self._task)
             return self.worker
 
     def _drop(self, reason: str) -> None:

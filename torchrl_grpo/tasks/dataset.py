@@ -48,7 +48,7 @@ TOOLS_COLUMN = "tools"
 _log = logging.getLogger(__name__)
 
 
-class Rows(ProblemSequence):
+class DatasetProblems(ProblemSequence):
     """The problems of a split.
 
     Args:
@@ -173,7 +173,7 @@ class DatasetTask(Task):
         self.field = field
         self._images: Files | Hub | None = None
         """Source of the images that rows have only the path of."""
-        self._problems: dict[Split, Rows] = {}
+        self._problems: dict[Split, DatasetProblems] = {}
         self._read: dict[str, tuple[Table, list[bytes]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class DatasetTask(Task):
         """
         check_split(split)
         if split not in self._problems:
-            self._problems[split] = Rows(self._select(split), self)
+            self._problems[split] = DatasetProblems(self._select(split), self)
             if len(self._problems) == 2:
                 self._read.clear()
         return self._problems[split]

@@ -67,7 +67,7 @@ from torchrl_grpo.runtime.tasks import TaskQueue
 from torchrl_grpo.runtime.thread_driver import ThreadDriver
 from torchrl_grpo.runtime.workers import ActorLostError, RayWorker
 from torchrl_grpo.weights import ObjectSender, WeightHandle
-from torchrl_grpo.weights.meeting import open_store
+from torchrl_grpo.weights.rendezvous import open_store
 
 REPEATS, TASK, BATCH = 2, 2, 4  # rows per group, groups per task, groups per batch
 

@@ -154,8 +154,8 @@ def test_a_refusal_sends_all_that_follows_through_the_object_store(sender: NcclS
 
 def test_strangers_get_nothing(sender: NcclSender) -> None:
     handle = sender.pack(weights(0).items(), 0)
-    assert handle.meeting.secret not in repr(handle) and handle.group_id not in repr(handle)
-    stranger = nccl.Meeting(HOST, handle.meeting.port, "guess").connect()
+    assert handle.rendezvous.secret not in repr(handle) and handle.group_id not in repr(handle)
+    stranger = nccl.Rendezvous(HOST, handle.rendezvous.port, "guess").connect()
     handle.init_info(1)
     assert not stranger.check(["workers"]) and not stranger.check(["round/0"])
 

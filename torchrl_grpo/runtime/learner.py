@@ -20,7 +20,7 @@ from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.runtime.actors import make_rank, own_address, start_actor
 from torchrl_grpo.runtime.workers import cause_of, is_loss
-from torchrl_grpo.weights.meeting import open_store
+from torchrl_grpo.weights.rendezvous import open_store
 
 _TICK_S = 1.0
 _HEARD_S = 10.0

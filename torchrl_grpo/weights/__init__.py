@@ -9,7 +9,7 @@
 - ``receipts``: digests of the tensors that are sent, received and used.
 - ``worker``: methods of vLLM's worker processes; ``slots``: adapters in them.
 - ``transfer_engine``, ``shared``: our engine of vLLM's weight transfer.
-- ``meeting``: the store through which trainer and engines agree.
+- ``rendezvous``: the store through which trainer and engines agree.
 """
 
 from torchrl_grpo.weights.handle import (

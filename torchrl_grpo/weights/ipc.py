@@ -27,9 +27,9 @@ from torchrl_grpo.weights.handle import (
     in_parts,
     unpacked,
 )
-from torchrl_grpo.weights.meeting import Meeting, MeetingSender, connected
 from torchrl_grpo.weights.named import NamedTensors, TensorStream
 from torchrl_grpo.weights.receipts import Digests
+from torchrl_grpo.weights.rendezvous import Rendezvous, RendezvousSender, connected
 
 
 def exported(flat: Tensor, part: Part) -> dict[str, Any]:
@@ -125,14 +125,14 @@ class IpcParts(TransferHandle):
     """Weights in buffers that another process of this machine keeps on its GPU.
 
     Attributes:
-        meeting: where the reader reports that it opens them.
+        rendezvous: where the reader reports that it opens them.
         version: version of the weights.
         infos: update info of each buffer, from ``exported``.
     """
 
     backend = "ipc"
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     version: int
     infos: Sequence[dict[str, Any]]
 
@@ -145,14 +145,14 @@ class IpcParts(TransferHandle):
         ]
 
     def init_info(self, workers: int) -> dict[str, Any]:
-        connected(self.meeting).set(f"read/{self.version}", "1")
+        connected(self.rendezvous).set(f"read/{self.version}", "1")
         return {"packed": True}
 
     def updates(self) -> Updates:
         return iter(self.infos)
 
 
-class IpcSender(MeetingSender):
+class IpcSender(RendezvousSender):
     """Sender of ``IpcParts`` to one engine. Until it is released, a version takes the memory of the
     whole model on the GPU.
     """
@@ -164,7 +164,7 @@ class IpcSender(MeetingSender):
     def _pack(self, weights: NamedTensors, version: int) -> IpcParts:
         self._parts[version] = list(in_parts(on_gpu(weights), self.dtype))
         self._infos[version] = [exported(flat, part) for flat, part in self._parts[version]]
-        return IpcParts(self._meeting, version, self._infos[version])
+        return IpcParts(self._rendezvous, version, self._infos[version])
 
     def release(self, version: int) -> None:
         if version not in self._parts:
@@ -174,7 +174,7 @@ class IpcSender(MeetingSender):
         # never be freed.
         parts = self._parts.pop(version)
         infos = self._infos.pop(version)
-        if not connected(self._meeting).check([f"read/{version}"]):
+        if not connected(self._rendezvous).check([f"read/{version}"]):
             for info in infos:
                 # ref_counter_handle and ref_counter_offset of rebuild_cuda_tensor
                 *_, counter, offset, _, _ = info["ipc_handles"]

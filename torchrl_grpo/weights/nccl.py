@@ -37,8 +37,8 @@ from torchrl_grpo.weights.handle import (
     staged,
     unpacked,
 )
-from torchrl_grpo.weights.meeting import Meeting, MeetingSender, connected
 from torchrl_grpo.weights.named import NamedTensors, TensorStream
+from torchrl_grpo.weights.rendezvous import Rendezvous, RendezvousSender, connected
 
 _BUFFERS = {"packed": True, "packed_buffer_size_bytes": PART_BYTES, "packed_num_buffers": 2}
 """vLLM's settings for packing weights; its default is a buffer of 1 GiB on each GPU."""
@@ -56,7 +56,7 @@ class NcclWeights(TransferHandle):
     """Weights that rank 0 of the trainer sends to all engines together.
 
     Attributes:
-        meeting: where the engines ask for a version.
+        rendezvous: where the engines ask for a version.
         group_id: ncclUniqueId in base64.
         world_size: size of the group: rank 0 of the trainer and each worker.
         version: version of the weights.
@@ -65,7 +65,7 @@ class NcclWeights(TransferHandle):
 
     backend = "nccl"
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     group_id: str = field(repr=False)
     world_size: int
     version: int
@@ -76,11 +76,11 @@ class NcclWeights(TransferHandle):
         return [entry for _, layout in self.parts for entry in layout]
 
     def init_info(self, workers: int) -> dict[str, Any] | None:
-        store = connected(self.meeting)
+        store = connected(self.rendezvous)
         if store.check(["closed"]):
             raise TransferRefusedError(store.get("closed").decode())
         init = None
-        number = _rounds.get(self.meeting, 0)
+        number = _rounds.get(self.rendezvous, 0)
         if number == 0:
             last = store.add("workers", workers)
             if last >= self.world_size:
@@ -98,7 +98,7 @@ class NcclWeights(TransferHandle):
             raise TransferRefusedError(
                 f"another engine asked for version {requested}, and this one for {self.version}"
             )
-        _rounds[self.meeting] = number + 1
+        _rounds[self.rendezvous] = number + 1
         return init
 
     def updates(self) -> Updates:
@@ -109,15 +109,15 @@ class NcclWeights(TransferHandle):
         yield {"names": names, "dtype_names": dtypes, "shapes": shapes}
 
 
-_rounds: dict[Meeting, int] = {}
-"""Number of updates that this process's engine has joined, by meeting."""
+_rounds: dict[Rendezvous, int] = {}
+"""Number of updates that this process's engine has joined, by rendezvous."""
 
 
-class NcclSender(MeetingSender):
+class NcclSender(RendezvousSender):
     """Sender of ``NcclWeights``.
 
     Args:
-        dtype, host: see ``MeetingSender``.
+        dtype, host: see ``RendezvousSender``.
         workers: number of processes of all engines together.
     """
 
@@ -140,7 +140,7 @@ class NcclSender(MeetingSender):
             )
             self._thread.start()
         return NcclWeights(
-            self._meeting,
+            self._rendezvous,
             base64.b64encode(self._group_id).decode(),
             self._world_size,
             version,
@@ -152,7 +152,7 @@ class NcclSender(MeetingSender):
 
     def refuse(self, reason: str) -> None:
         """Stop sending, and release engines that are waiting."""
-        connected(self._meeting).set("closed", reason)
+        connected(self._rendezvous).set("closed", reason)
         self._closing.set()
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class NcclSender(MeetingSender):
         """Send the version of each round to all engines."""
         if device is not None:
             torch.cuda.set_device(device)
-        store, group = self._meeting.connect(), None
+        store, group = self._rendezvous.connect(), None
         try:
             for number in count():
                 version = self._wait_for_request(store, f"round/{number}")

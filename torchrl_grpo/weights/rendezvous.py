@@ -41,7 +41,7 @@ def open_store(host: str, timeout_s: float = TIMEOUT_S) -> TCPStore:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Address and secret of a store.
 
     Attributes:
@@ -63,13 +63,13 @@ class Meeting:
 
 
 @lru_cache(maxsize=1)
-def connected(meeting: Meeting) -> Any:
+def connected(rendezvous: Rendezvous) -> Any:
     """Return this process's connection to the store, which is reused by later updates."""
-    return meeting.connect()
+    return rendezvous.connect()
 
 
-class MeetingSender(Sender):
-    """Sender whose readers connect to a meeting. It keeps the parts of each version until release.
+class RendezvousSender(Sender):
+    """Sender whose readers connect to a rendezvous. It keeps the parts of each version until release.
     After a refusal, weights go through the object store.
 
     Args:
@@ -80,7 +80,7 @@ class MeetingSender(Sender):
     def __init__(self, dtype: torch.dtype | None, host: str) -> None:
         self.dtype = dtype
         self._store = open_store(host)
-        self._meeting = Meeting(host, self._store.port, secrets.token_hex(32))
+        self._rendezvous = Rendezvous(host, self._store.port, secrets.token_hex(32))
         self._parts: dict[int, list[tuple[Tensor, Part]]] = {}
         self._refused = False
 

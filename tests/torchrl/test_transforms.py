@@ -22,7 +22,7 @@ from tests.support.configs import SMALL, compose_config
 from tests.support.echo import EchoTask, TwoTurnTask, add
 from tests.support.envs import END, ScriptedEngine, column, respond
 from torchrl_grpo import keys
-from torchrl_grpo.assembly import parts
+from torchrl_grpo.assembly import roles
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.sampler import RolloutReport, RolloutTask, Sampler
@@ -362,7 +362,7 @@ def test_the_config_gives_each_environment_transforms_of_its_own() -> None:
     )
     context = prepare(config)
     context.geometry = replace(context.geometry, task_groups=1, concurrent_tasks=2)
-    sampler = parts.make_sampler(context)
+    sampler = roles.make_sampler(context)
     assert sampler.evaluator is not None
     envs = [sampler._take(1).env, sampler._take(1).env, sampler.evaluator.greedy_env]
     assert [type(env.transform) for env in envs] == [HistoryTransforms] * 3
@@ -386,7 +386,7 @@ def test_the_state_of_a_configs_transforms_is_resumed_with_the_engines() -> None
         report, groups = sampler.play(task)
         return report, [reward for group in groups for reward in group["next", "reward"].flatten()]
 
-    make = partial(parts.make_sampler, context)
+    make = partial(roles.make_sampler, context)
     whole = make_seeded(make, 0, None)
     tasks = [RolloutTask(tuple(draw() for _ in range(2))) for _ in range(3)]
     for task in tasks[:2]:
@@ -398,7 +398,7 @@ def test_the_state_of_a_configs_transforms_is_resumed_with_the_engines() -> None
     assert rewards(resumed, tasks[2])[1] == expected != rewards(without, tasks[2])[1]
     other = prepare(compose_config(*SMALL, "env.transforms=[{_target_: torchrl.envs.StepCounter}]"))
     with pytest.raises(ConfigError, match=r"env\.transforms must be those of the checkpoint"):
-        make_seeded(partial(parts.make_sampler, other), 0, state)
+        make_seeded(partial(roles.make_sampler, other), 0, state)
 
 
 @pytest.mark.slow

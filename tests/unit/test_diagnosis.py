@@ -19,7 +19,7 @@ from tests.support.configs import compose_config
 from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
-from torchrl_grpo.assembly import parts
+from torchrl_grpo.assembly import roles
 from torchrl_grpo.errors import MemoryShortError, NonFiniteError
 from torchrl_grpo.extras.hints.memory import savings
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
@@ -237,7 +237,7 @@ def test_a_model_that_finds_no_room_is_named_with_its_role(monkeypatch: pytest.M
     monkeypatch.setattr(loading, "load_model", full)
     config = compose_config()
     with pytest.raises(MemoryShortError, match=r"starter for ref_model .* 1\.\d+ MB"):
-        parts.make_reference(SimpleNamespace(config=config), torch.device("cpu"))
+        roles.make_reference(SimpleNamespace(config=config), torch.device("cpu"))
 
 
 def make_shape() -> tuple[Shape, int]:

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from tests.support.configs import ROOT, SMALL, compose_config
 from torchrl_grpo import checks
 from torchrl_grpo.assembly.geometry import Geometry
-from torchrl_grpo.assembly.parts import make_engine, make_sampler
 from torchrl_grpo.assembly.prepare import prepare
+from torchrl_grpo.assembly.roles import make_engine, make_sampler
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors.sampler import RolloutTask
 from torchrl_grpo.config import ConfigError

@@ -908,7 +908,7 @@ def test_images_of_later_problems_of_a_task_are_read(kit: Kit, tmp_path: Path) -
     checked = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "torchrl_grpo.assembly.parts.check_images",
+            "torchrl_grpo.assembly.roles.check_images",
             lambda scorer, prompt: checked.append(len(prompt.images)),
         )
         training_run = build(compose_config(*SMALL, *arguments), tmp_path / "run")

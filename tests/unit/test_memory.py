@@ -15,8 +15,8 @@ from tensordict import TensorDict
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import compose_config
 from tests.support.runs import SMALL, numbers, run, steps
-from torchrl_grpo.assembly import parts
 from torchrl_grpo.assembly import prepare as prepare_module
+from torchrl_grpo.assembly import roles
 from torchrl_grpo.assembly import shares as shares_module
 from torchrl_grpo.assembly.context import Context
 from torchrl_grpo.assembly.prepare import prepare
@@ -91,7 +91,7 @@ def test_all_memory_reports_agree(job: tuple[str, ...], monkeypatch: pytest.Monk
     assert work.reference_memory(1) == (0 if reference is None else reference.weights)
     assert ModelMemory(work.weight_bytes, int(4 * work.group_memory())) == memory["inference"]
 
-    trainer = parts.make_trainer(context, torch.device("cpu"))
+    trainer = roles.make_trainer(context, torch.device("cpu"))
     monkeypatch.setattr(
         trainer, "train_step", full
     )  # before the first pass: the largest possible one

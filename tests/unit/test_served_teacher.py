@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from tests.support.configs import SMALL, compose_config
 from tests.support.sglang_stub import SGLangStub
 from torchrl_grpo import keys
-from torchrl_grpo.assembly.parts import make_teacher
 from torchrl_grpo.assembly.prepare import prepare
+from torchrl_grpo.assembly.roles import make_teacher
 from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.generation.base import EngineDeadError

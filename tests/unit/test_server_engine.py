@@ -24,8 +24,8 @@ from tests.support.ports import free_port
 from tests.support.prompts import PROMPTS
 from tests.support.sglang_stub import SGLangStub
 from tests.support.weights import Trained
-from torchrl_grpo.assembly.parts import make_engine
 from torchrl_grpo.assembly.prepare import prepare
+from torchrl_grpo.assembly.roles import make_engine
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.assembly.shares import shares
 from torchrl_grpo.config import ConfigError

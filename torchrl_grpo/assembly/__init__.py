@@ -1,3 +1,3 @@
-"""Builds a run from a validated config: checks it, makes what is known before weights load, then the
-parts of each role, and connects them.
+"""Builds a run from a validated config: finds out and checks what is known before weights load, makes
+the components of each role, and connects them.
 """

@@ -14,7 +14,7 @@ import torch
 from torchrl import torchrl_logger
 
 from torchrl_grpo.assembly.context import Context
-from torchrl_grpo.assembly.parts import make_learner, make_reference, make_sampler, make_teacher
+from torchrl_grpo.assembly.roles import make_learner, make_reference, make_sampler, make_teacher
 from torchrl_grpo.host import stalls
 from torchrl_grpo.host.startup import say
 from torchrl_grpo.learner.learner import Learner

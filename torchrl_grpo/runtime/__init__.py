@@ -8,4 +8,4 @@ driver did the same, they are imported without what they do not use.
 
 from torchrl_grpo.host.startup import import_as_in_driver
 
-import_as_in_driver("torchrl_grpo.assembly.parts")
+import_as_in_driver("torchrl_grpo.assembly.roles")

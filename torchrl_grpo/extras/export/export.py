@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from torchrl_grpo.assembly.parts import make_model
+from torchrl_grpo.assembly.roles import make_model
 from torchrl_grpo.config.resumed import from_saved
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.extras.export.card import model_card

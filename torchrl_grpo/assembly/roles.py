@@ -1,4 +1,5 @@
-"""Parts of each role, from a context and a device: the only module that makes engines and models.
+"""Components of the roles (learner, sampler with its engine, reference model, teacher), from a context
+and a device: the only module that makes engines and models.
 
 The driver of a local run calls these functions. In a distributed run each actor calls them in its
 own process.

@@ -179,7 +179,7 @@ class PolicyLoss(LossModule):
         if self._in_keys is not None:
             return self._in_keys
         of_scorer = getattr(self.actor_network, "optional_in_keys", ())
-        of_parts = [*self._keys(optional=True).values(), *self._prepared().values()]
+        of_parts = [*self._part_keys(optional=True).values(), *self._prepared_keys().values()]
         all_keys = [*self.required_in_keys, *of_scorer, keys.TRAJECTORY, *of_parts, *_TOTALS]
         return list(dict.fromkeys(all_keys))
 
@@ -194,10 +194,10 @@ class PolicyLoss(LossModule):
         of_scorer = [key for key in scorer.in_keys if key not in (keys.FULL, keys.ASSISTANT_MASK)]
         if self.off_policy.centering and isinstance(scorer, TokenScorer):
             of_scorer += [keys.KEPT, keys.KEPT_LOG_PROBS]
-        of_parts = [key for key in self._keys().values() if key not in scorer.out_keys]
+        of_parts = [key for key in self._part_keys().values() if key not in scorer.out_keys]
         return list(dict.fromkeys([names.action, *of_scorer, *of_parts]))
 
-    def _keys(self, *, optional: bool = False) -> dict[NestedKey, NestedKey]:
+    def _part_keys(self, *, optional: bool = False) -> dict[NestedKey, NestedKey]:
         """Return by name the keys of the entries that the parts need, from the batch or the scorer
         or, if ``optional``, the keys of the entries that they read if a batch has them.
         """
@@ -211,7 +211,7 @@ class PolicyLoss(LossModule):
         """Return the key of a name of ``set_keys``, or of a key itself."""
         return vars(self.tensor_keys).get(name, name)
 
-    def _prepared(self) -> dict[str, NestedKey]:
+    def _prepared_keys(self) -> dict[str, NestedKey]:
         """Return by name the keys of the values that ``prepare`` computes for each token."""
         names = [name for part in self._parts() for name in part.prepared]
         return {name: ("loss", name) for name in ("weights", "token_roles", *names)}
@@ -224,10 +224,10 @@ class PolicyLoss(LossModule):
         if self._out_keys_apparent is not None:
             return self._out_keys_apparent
         one = torch.ones(1, device=self.objective.low.device)
-        names = ["log_prob", "entropy", "centering", *self._keys()]
+        names = ["log_prob", "entropy", "centering", *self._part_keys()]
         t = Tokens(dict.fromkeys(names, one), Segments.of([1]).to(one.device))
         with torch.no_grad():
-            self._prepare(t, t)
+            self._add_batch_values(t, t)
             return [*self.of_tokens(t), *(["loss_sft"] if self.sft_coeff else [])]
 
     def select_out_keys(self, *out_keys: str) -> PolicyLoss:
@@ -261,7 +261,7 @@ class PolicyLoss(LossModule):
         tokens, mask = self.tensor_keys.action, self.tensor_keys.mask
         required = self.required_in_keys if required is None else required
         of_scorer = {keys.KEPT, keys.KEPT_LOG_PROBS, keys.TEACHER_STATES}.intersection(self.in_keys)
-        names = {*self._values().values(), *of_scorer} - {mask}
+        names = {*self._all_keys().values(), *of_scorer} - {mask}
         for key in {*required} - {tokens, mask, *names}:
             if not has(batch, key):
                 raise missing(batch, key)
@@ -288,7 +288,7 @@ class PolicyLoss(LossModule):
         ]
         rows = self.read(ragged, list(map(self._key, names)))
         rows = self.prepare(replace(rows, trajectory=trajectories_of(batch)))
-        for key in self._prepared().values():
+        for key in self._prepared_keys().values():
             rows.write(batch, key, rows.values[key], action)
         for key, total in rows.totals.items():
             batch.set(key, total.expand(len(rows), 1).contiguous())
@@ -296,31 +296,36 @@ class PolicyLoss(LossModule):
 
     def prepare(self, rows: Rows) -> Rows:
         """Return the sequences of a whole optimization batch with what depends on all of them."""
-        all_tokens = self._tokens(rows, {})
+        all_tokens = self._all_tokens(rows, {})
         counts = self._selected(all_tokens, of_loss=True)
         t = all_tokens.take(counts)
-        self._prepare(t, all_tokens, rows.trajectory)
+        self._add_batch_values(t, all_tokens, rows.trajectory)
         values = {
             key: t[name].new_zeros(len(counts)).masked_scatter(counts, t[name])
-            for name, key in self._prepared().items()
+            for name, key in self._prepared_keys().items()
         }
         return replace(rows, values=rows.values | values, totals=t.totals, trajectory=None)
 
-    def _scores(self) -> dict[str, NestedKey]:
+    def _score_keys(self) -> dict[str, NestedKey]:
         """Return the keys of scores that an actor network may write, by name."""
         names = self.tensor_keys
         scores = {"log_prob": names.cur_log_prob, "entropy": names.entropy}
         scores |= {"divergence": names.divergence, "value": names.value}
         return scores | {"centering": keys.CENTERING}
 
-    def _values(self) -> dict[NestedKey, NestedKey]:
+    def _all_keys(self) -> dict[NestedKey, NestedKey]:
         """Return the keys of all values of tokens that a batch may have, by name."""
-        return self._keys() | self._keys(optional=True) | self._prepared() | self._scores()
+        return (
+            self._part_keys()
+            | self._part_keys(optional=True)
+            | self._prepared_keys()
+            | self._score_keys()
+        )
 
-    def _tokens(self, rows: Rows, scores: dict[str, Tensor]) -> Tokens:
+    def _all_tokens(self, rows: Rows, scores: dict[str, Tensor]) -> Tokens:
         """Return all scored tokens, counted or not, with the scores of a pass."""
         values = {
-            name: rows.values[key] for name, key in self._values().items() if key in rows.values
+            name: rows.values[key] for name, key in self._all_keys().items() if key in rows.values
         }
         device = values["sample_log_prob"].device
         return Tokens(values | scores, rows.of_scored.to(device), rows.totals)
@@ -340,7 +345,9 @@ class PolicyLoss(LossModule):
                 flags = flags & chosen
         return flags
 
-    def _prepare(self, t: Tokens, all_tokens: Tokens, trajectory: Tensor | None = None) -> None:
+    def _add_batch_values(
+        self, t: Tokens, all_tokens: Tokens, trajectory: Tensor | None = None
+    ) -> None:
         """Add the values that depend on a whole batch to the tokens that count."""
         t["weights"] = token_weights(
             t.segments,
@@ -392,7 +399,9 @@ class PolicyLoss(LossModule):
     def scores_of_actor(self, batch: TensorDictBase, rows: Rows) -> dict[str, Tensor]:
         """Return the scores of an actor network that is not a ``TokenScorer``; see ``score``."""
         out = self._act(batch)
-        return {name: rows.value(out, key) for name, key in self._scores().items() if has(out, key)}
+        return {
+            name: rows.value(out, key) for name, key in self._score_keys().items() if has(out, key)
+        }
 
     def score(self, rows: Rows, layout: Any) -> dict[str, Tensor]:
         """Return the scores of a ``TokenScorer`` that the loss reads, [S] each, by name."""
@@ -404,7 +413,7 @@ class PolicyLoss(LossModule):
             rows.values,
             center=center,
             teacher=scorer.teacher,
-            value="value" in self._keys(),
+            value="value" in self._part_keys(),
         )
 
     def of_rows(self, rows: Rows, scores: dict[str, Tensor]) -> GRPOLossOutput:
@@ -427,7 +436,7 @@ class PolicyLoss(LossModule):
         """Return the tokens that count, with the values that depend on the whole batch, and the
         tokens of demonstrations, on the device of the scores; for the arguments, see ``of_rows``.
         """
-        all_tokens = self._tokens(rows, scores)
+        all_tokens = self._all_tokens(rows, scores)
         t = all_tokens.take(self._selected(all_tokens, of_loss=True)).to(
             all_tokens["log_prob"].device
         )
@@ -437,7 +446,7 @@ class PolicyLoss(LossModule):
             k2 = F.kl_k2(t["log_prob"].detach(), t["sample_log_prob"])
             t = t.take(k2 <= self.kl_mask_threshold)
         if not t.totals:
-            self._prepare(t, all_tokens, rows.trajectory)
+            self._add_batch_values(t, all_tokens, rows.trajectory)
         return t, all_tokens.take(all_tokens["is_demonstration"].bool()) if self.sft_coeff else None
 
     def of_tokens(self, t: Tokens) -> dict[str, Tensor]:

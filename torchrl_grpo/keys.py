@@ -51,7 +51,7 @@ head, or its K largest log-probs, their ids and, unless from a server, the log-p
 Written by ``TeacherStates``; read by ``TokenScorer``.
 """
 TEACHER_PROMPT = ("teacher", "prompt")
-"""[Tq] int64. The prompt that the teacher reads in place of the policy's; empty if it is to score
+"""[Tq] int64. The prompt that the teacher reads instead of the policy's; empty if it scores
 nothing. Written by ``TeacherPrompts``; read by ``TeacherScoring``.
 """
 TEACHER_IMAGES = ("teacher", "images")
@@ -125,24 +125,25 @@ trajectory of the rollout has several. They are adjacent rows, and only the last
 the reward. Written by the collector; read by ``GroupAdvantage``, ``RewardShaping``, the loss.
 """
 POLICY_VERSION = "policy_version"
-"""[1] int64. Oldest weights that sampled a token of the sequence. Written by the policy; read by
-the trainer, metrics.
+"""[1] int64. Oldest version of the weights that sampled a token of the sequence. Written by the
+policy; read by the trainer, metrics.
 """
 NEXT_POLICY_VERSION = ("next", "policy_version")
 """[1] int64. The same again, where TorchRL's ``PolicyVersion`` puts it. Written by the collector;
 read by TorchRL's trainers.
 """
 POLICY_VERSIONS = ("policy_versions", "full")
-"""[T] int64. Weights that sampled each token, -1 on tokens that were not sampled. Written by the
-policy; read by the trainer.
+"""[T] int64. Version of the weights that sampled each token, -1 on tokens that were not sampled.
+Written by the policy; read by the trainer.
 """
 ADVANTAGE = "advantage"
 """[1] or [T] float32. Advantage of the sequence, or of each token with ``level="token"``. Written
 by ``GroupAdvantage``; read by the loss, metrics.
 """
 STATE_VALUE = "state_value"
-"""[T] float32. Value of the state in which each token was sampled, before the batch's first step; only
-with a critic. Written by the trainer, or by a critic of yours; read by ``GroupAdvantage``, the loss.
+"""[T] float32. Value of the state in which each token was sampled, before the batch's first step;
+only with a critic. Written by the trainer, or your own critic; read by ``GroupAdvantage``, the
+loss.
 """
 VALUE_TARGET = "value_target"
 """[T] float32. What that value should be: the estimate of the advantage plus the value, 0 on tokens

@@ -340,7 +340,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
         (
             "lfm2",
             {"initializer_range": 0.02},
-            "their log-probs would depend on the sequences beside them, by 0.0017 nats",
+            "their log-probs would depend on the other sequences, by 0.0017 nats",
         ),
         # It scales queries by their place in the row from 8192 on.
         (

@@ -42,7 +42,7 @@ def load_image_processor(
         reason, *_ = re.split(r"\. |\n", str(error).strip())
         raise ValueError(
             f"model.name={path} must have an image processor that can be loaded "
-            f"(preprocessor_config.json), but: {reason.rstrip('.')}. Save it beside the model, or "
+            f"(preprocessor_config.json), but: {reason.rstrip('.')}. Save it with the model, or "
             "install what it needs."
         ) from error
     del processor.check_argument_for_proper_class

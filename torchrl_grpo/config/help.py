@@ -19,7 +19,7 @@ GRPO: reinforcement learning of a language model. Set keys as KEY=VALUE.
 
 Model
   model.name                     folder, or name on the Hugging Face hub
-  train_model.lora.enabled       train LoRA adapters in place of all weights
+  train_model.lora.enabled       train LoRA adapters instead of all weights
   train_model.num_devices        GPUs that train; the ranks shard the model
   train_model.gradient_checkpointing  less memory, more time
   inference_model.backend        engine that samples: vllm, transformers or server
@@ -30,7 +30,7 @@ Model
 Problems and rewards
   env.dataset                    name, file, folder or name on the hub
   env.columns.prompt             column with the problem; env.columns.answer has its answer
-  env.reward                     built-in name, or a function of yours: my_rewards.py:exact_match
+  env.reward                     built-in name, or your own function: my_rewards.py:exact_match
   env.system_prompt              first message of each dialog
   env.tools                      functions that the policy may call: [my_tools.py:calculator]
   env.environment                class that plays the dialogs: my_envs.py:Game

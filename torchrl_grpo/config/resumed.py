@@ -107,8 +107,8 @@ def on_saved_config(
     command_line: Any = OmegaConf.to_container(composed, resolve=True)
     for name, value in from_outside(resumed, command_line):
         raise ConfigError(
-            f"{name}={excerpt(value)} must be on the command line too, because {path} alone must "
-            "not choose code, addresses or other files: add the override that set it, if the run "
+            f"{name}={excerpt(value)} must be on the command line too, because {path} must "
+            "not choose code, addresses or other files by itself: add the override that set it, if the run "
             "is yours."
         )
     check_options(saved, resumed, path)

@@ -1,4 +1,5 @@
-"""``Rule``: what a node of the config must fulfill. A node's rules are beside its fields."""
+"""``Rule``: what a node of the config must fulfill. A node's rules are in the file of its
+fields."""
 
 from __future__ import annotations
 

@@ -148,7 +148,8 @@ class GRPOConfig:
 
     @property
     def needs_demonstrations(self) -> bool:
-        """True if responses are read from the data, in place of sampled ones or beside them."""
+        """True if responses are read from the data, instead of sampled ones or in addition to
+        them."""
         return self.policy.demonstrations or self.policy.sft_coef > 0
 
     @property
@@ -240,7 +241,7 @@ RETRY_PROMPT = "That answer is not right. Think again, step by step, and give an
 """The ``env.retry_prompt`` of ``env.reasoning=true``."""
 
 COMPONENTS = ("policy.loss", "policy.advantage", "env.task")
-"""Nodes that name a class as ``_target_``, with arguments beside it."""
+"""Nodes that name a class as ``_target_``, with arguments next to it."""
 
 LOSSES = tuple(
     f"torchrl_grpo.objectives.{name}"

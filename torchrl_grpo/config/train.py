@@ -18,11 +18,11 @@ class TrainConfig:
     """Trajectories to train on, rounded up to whole batches. A dialog is one trajectory, however
     many turns it has. 0 only evaluates; with resume it evaluates that checkpoint."""
     total_epochs: int | None = limited(None, ge=1)
-    """Passes over the training problems, in place of total_dialog_turns: env.repeats trajectories of
+    """Passes over the training problems, instead of total_dialog_turns: env.repeats trajectories of
     each problem that is not too long, rounded up to whole batches. Problems that difficulty_filter
     skips count too."""
     total_steps: int | None = limited(None, ge=1)
-    """Steps to train, in place of total_dialog_turns: batches of dialog_turns_per_batch."""
+    """Steps to train, instead of total_dialog_turns: batches of dialog_turns_per_batch."""
     dialog_turns_per_batch: int | None = limited(None, ge=2, le=2**20)
     """Trajectories between two weight syncs, a multiple of env.num_envs, which is the default; at
     most 1,048,576.

@@ -247,8 +247,8 @@ class Engine(ABC):
 
     @classmethod
     def takes_adapters(cls, context: Any) -> bool:
-        """Return whether the engine of a run (``Context``) can hold its LoRA adapters beside the
-        base weights, as far as ``EngineKind.adapters`` does not say it.
+        """Return whether the engine of a run (``Context``) can hold its LoRA adapters separate from
+        the base weights, unless ``EngineKind.adapters`` says so.
         """
         return True
 

@@ -240,9 +240,9 @@ class PolicyTrainer:
         return {name: key for name, key in scores.items() if key in needed}
 
     def score(self, batch: TensorDictBase) -> TensorDictBase:
-        """Write what a loss with a critic reads from before the batch's first step into a ragged
-        batch [N], in place: the values, from which the advantages are made, and what else it
-        needs. ``train_batch`` adds what a loss without a critic needs.
+        """Write what a loss with a critic needs before the batch's first step into a ragged batch
+        [N], in place: the values, from which the advantages are computed, and the rest of its
+        entries. ``train_batch`` adds what a loss without a critic needs.
         """
         # With the parts and passes of the step, so that the rounding is the same.
         for part in self._optim_batches(batch):
@@ -384,7 +384,7 @@ class PolicyTrainer:
 
         Args:
             each: the pass, over sequences from ``PolicyLoss.prepare``.
-            batch: that they are of, for an actor network that reads TensorDicts.
+            batch: the batch of these sequences, for an actor network that reads TensorDicts.
         """
         rows = each.rows
         with autocast(self.device, self.autocast_dtype):

@@ -147,10 +147,11 @@ class TokenScorer(TensorDictModuleBase):
         self.out_keys = [*self.out_keys, keys.DIVERGENCE]
 
     def add_critic(self) -> None:
-        """Write the value of the state before each token too, in all later calls: a linear head, at
-        first 0, on the model's last states divided by their root mean square (arXiv 1910.07467), so
-        that one learning rate suits models whose states differ in scale. The bias is multiplied by
-        the norm of such a state, so that at this rate it learns the mean return first.
+        """Write the value of the state before each token too, in all later calls: a linear head,
+        initialized to 0, on the model's last hidden states divided by their root mean square (arXiv
+        1910.07467), so that one learning rate suits models whose states differ in scale. The bias
+        is multiplied by the norm of such a state, so that at this rate it learns the mean return
+        first.
 
         The head is a module ``critic`` of the model, so that it is trained, sharded and saved with
         the model; it is no part of ``named_weights``. Call this before ``shard_model``.
@@ -592,7 +593,7 @@ def _compare_packing(scorer: TokenScorer, tokens: Tensor, dtype: torch.dtype) ->
     noise = (padded_beside - padded)[3:].abs().max() + 1e-6 * padded.abs().max()
     leak = (packed_beside - packed)[3:].abs().max()
     if not leak <= 8 * noise:
-        return f"their log-probs would depend on the sequences beside them, by {leak:.2g} nats"
+        return f"their log-probs would depend on the other sequences, by {leak:.2g} nats"
     return ""
 
 
@@ -619,7 +620,7 @@ class AdapterOffScorer(TokenScorer):
 
 
 class AverageScorer(TokenScorer):
-    """Scores with an exponential moving average of the trained weights, which is held beside them.
+    """Scores with an exponential moving average of the trained weights, which is kept with them.
 
     Of a sharded model each rank holds its part, and with LoRA the average is of the adapters. The
     weights and the average change places during the passes.

@@ -375,7 +375,7 @@ def _check_share(share: float) -> None:
 
 
 class Term(Part):
-    """A term of the loss besides the objective, ``loss_`` and its ``name``, which is its own.
+    """A term of the loss besides the objective: the output ``loss_{name}``, with a unique ``name``.
 
     Args:
         coeff: its weight, at least 0; at 0 (or None) it has only metrics, if the batch has what it
@@ -387,7 +387,7 @@ class Term(Part):
 
     @property
     def active(self) -> bool:  # type: ignore[override]
-        """Return whether it has a coefficient."""
+        """Return whether its coefficient is above 0."""
         return self.coeff > 0
 
     def __init__(self, coeff: float) -> None:
@@ -411,7 +411,7 @@ class Term(Part):
 
 @dataclass(eq=False)
 class KLTo(Term):
-    """The KL to the reference (``"ref"``), the sampling policy (``"inference"``) or a teacher, where
+    """The KL to the reference (``"ref"``), the sampling policy (``"inference"``) or a teacher, if
     there is one.
 
     Args:
@@ -467,7 +467,7 @@ class Entropy(Term):
 
 @dataclass(eq=False)
 class Distill(Term):
-    """The divergence from a teacher, 0 where there is none.
+    """The divergence from a teacher, 0 in sequences without one.
 
     Args:
         coeff: weight.

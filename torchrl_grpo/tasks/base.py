@@ -339,7 +339,7 @@ class Task(ABC):
         """Return all problems of a split, always in the same order. The splits share no problem."""
 
     def compares(self, problem: Problem) -> bool:
-        """Return whether ``group_rewards`` are of this problem too."""
+        """Return whether ``group_rewards`` apply to this problem."""
         return bool(self.group_rewards)
 
     def messages(self, problem: Problem) -> list[Message]:

@@ -70,14 +70,14 @@ class GroupAdvantage(BatchTransform):
 
     - called on a flat batch of complete groups;
     - in a replay buffer: ``extend`` holds the members of a group back until all ``repeats`` are
-      there, then writes the group. What is sampled from it has its advantage already and is left
-      alone. ``state_dict`` has those that wait;
-    - in a ``TransformedEnv``: ``("next", "advantage")`` is the advantage where all rows of a group
-      are done, else 0. It sees only the reward of the last step; if earlier steps have one, let
-      ``RewardSum`` add them up.
+      there, then writes the group. Rows sampled from the buffer have their advantage already and
+      are not changed. ``state_dict`` has the waiting members;
+    - in a ``TransformedEnv``: ``("next", "advantage")`` is the advantage once all rows of a group
+      are done, and 0 before. It sees only the reward of the last step; if earlier steps have one,
+      let ``RewardSum`` add them up.
 
-    A member of a group is a trajectory: the rows of a batch up to one that is done, or one row
-    where nothing says ``done``. Its reward ``r_i`` is made of all rewards of its steps, and all of
+    A member of a group is a trajectory: the rows of a batch up to one that is done, or one row if
+    the batch has no ``done``. Its reward ``r_i`` is made of all rewards of its steps, and all of
     them get its advantage.
 
     With ``level="token"`` the advantage is one for each sampled token: the generalized advantage

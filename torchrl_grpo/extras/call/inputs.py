@@ -53,7 +53,7 @@ class Inputs:
             if self.tokenizer is None:
                 raise ConfigError(
                     f"{key}={type(value).__name__}(...) must come with its tokenizer, which is "
-                    "saved beside it: give tokenizer too, or the name of a model."
+                    "saved with it: give tokenizer too, or the name of a model."
                 )
             return self._file("model", value)
         if key.rpartition(".")[2] == "dataset":

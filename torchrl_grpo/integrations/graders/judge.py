@@ -86,7 +86,7 @@ def check_judge(reward: str, options: Any) -> None:
             'example, {url: "http://localhost:8000/v1", model: Qwen/Qwen3-8B}.'
         )
     for name in options.keys() & {*_SET_BY_REWARD}:
-        fix = "set it beside judge" if name == "template" else "remove it"
+        fix = "set it next to judge" if name == "template" else "remove it"
         raise ValueError(
             f"judge.{name} of the reward {reward} must be left out, because it is not an option of "
             f"the endpoint: {fix}."

@@ -43,7 +43,7 @@ def main(
         description=(
             "Prints the command line that makes the same run as a config of another library."
         ),
-        epilog="FILE is "
+        epilog="FILE is one of these: "
         + "; ".join(read_table(name).what.replace("`", "") for name in NAMES)
         + ".",
     )

@@ -101,7 +101,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="number of these that are image tokens, on average (0)",
     )
     parser.add_argument(
-        "--reward-s", type=float, default=0.0, metavar="X", help="seconds of a task's rewards (0)"
+        "--reward-s",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="seconds that the rewards of a rollout task take (0)",
     )
     parser.add_argument(
         "overrides",

@@ -158,23 +158,33 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "run", metavar="RUN", nargs="?", help=f"a run's folder, or its {SAMPLES_FILE}"
     )
-    parser.add_argument("--step", type=int, nargs="+", metavar="N", help="of these steps")
-    parser.add_argument("--split", choices=("train", "test"), help="of this split")
-    parser.add_argument("--dataset", metavar="NAME", help="of this data set")
     parser.add_argument(
-        "--group", type=int, metavar="N", help="of this group: the responses to one prompt"
+        "--step", type=int, nargs="+", metavar="N", help="only samples of these steps"
     )
-    parser.add_argument("--min-reward", type=float, metavar="X", help="with at least this reward")
-    parser.add_argument("--max-reward", type=float, metavar="X", help="with at most this reward")
-    parser.add_argument("--text", help="with this text in prompt or response, ignoring case")
+    parser.add_argument("--split", choices=("train", "test"), help="only samples of this split")
+    parser.add_argument("--dataset", metavar="NAME", help="only samples of this data set")
+    parser.add_argument(
+        "--group", type=int, metavar="N", help="only this group: the responses to one prompt"
+    )
+    parser.add_argument(
+        "--min-reward", type=float, metavar="X", help="only samples with at least this reward"
+    )
+    parser.add_argument(
+        "--max-reward", type=float, metavar="X", help="only samples with at most this reward"
+    )
+    parser.add_argument(
+        "--text", help="only samples with this text in prompt or response, ignoring case"
+    )
     parser.add_argument(
         "--sort",
         choices=("step", "reward", "length", "change"),
-        help="lowest first, equal ones from the newest step on; change of reward, unchanged ones "
-        "last",
+        help="show the lowest first and, among equal ones, the newest step; change: by the change "
+        "of the reward, with unchanged problems last",
     )
     parser.add_argument(
-        "--reverse", action="store_true", help="highest first, or last written first"
+        "--reverse",
+        action="store_true",
+        help="show the highest first or, without --sort, the newest",
     )
     parser.add_argument(
         "--limit", type=_count, default=20, metavar="N", help="show at most this many (20)"
@@ -183,8 +193,8 @@ def _parser() -> argparse.ArgumentParser:
         "--compare",
         nargs="*",
         metavar=("A", "B"),
-        help="each problem at its first and its last step, or of two runs or checkpoints at their "
-        "last evaluation; rewards and text of the last",
+        help="compare each problem at its first and its last step, or two runs or checkpoints at "
+        "their last evaluation; --min-reward, --max-reward and --text apply to the later sample",
     )
     return parser
 

@@ -272,7 +272,7 @@ def padded(rows: list[TensorDict], extra: int = 0) -> TensorDict:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("level", ["sequence_advantage", "token_advantage"])
-@pytest.mark.parametrize("split", [*at_night([4], [1, 3]), [2, 1, 1], [1, 1, 1, 1]])
+@pytest.mark.parametrize("split", [*at_night([4], [1, 3], [1, 1, 1, 1]), [2, 1, 1]])
 def test_padding_order_and_micro_batches_change_nothing(
     name: str, level: str, split: list[int]
 ) -> None:
@@ -391,39 +391,6 @@ def test_sapo_equals_the_policy_gradient_on_policy() -> None:
         assert slope.item() == pytest.approx(1.0)
 
 
-REWARDS, GROUPS = [1.0, 0.0, 0.0, 4.0, 2.0], [0, 0, 0, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("mean", "std", "expected"),
-    [
-        # group means 1/3 and 3
-        ("group", "none", [2 / 3, -1 / 3, -1 / 3, 1, -1]),
-        # standard deviations sqrt(1/3) and sqrt(2)
-        ("group", "group", [2 / 3 * 3**0.5, -(3**-0.5), -(3**-0.5), 2**-0.5, -(2**-0.5)]),
-        # means of the others: 0, 1/2, 1/2 and 2, 4
-        ("leave_one_out", "none", [1, -0.5, -0.5, 2, -2]),
-        # batch mean 7/5
-        ("batch", "none", [-0.4, -1.4, -1.4, 2.6, 0.6]),
-        # variance (0.16 + 1.96 + 1.96 + 6.76 + 0.36) / 4 = 2.8
-        ("batch", "batch", [value / 2.8**0.5 for value in (-0.4, -1.4, -1.4, 2.6, 0.6)]),
-        # after the group means: (4/9 + 1/9 + 1/9 + 1 + 1) / 4 = 2/3
-        ("group", "batch", [value / (2 / 3) ** 0.5 for value in (2 / 3, -1 / 3, -1 / 3, 1, -1)]),
-        ("none", "none", REWARDS),
-    ],
-)
-def test_advantages_by_hand(mean: Any, std: Any, expected: list[float]) -> None:
-    got = F.group_advantage(
-        torch.tensor(REWARDS),
-        torch.tensor(GROUPS),
-        torch.ones(5, dtype=torch.bool),
-        mean=mean,
-        std=std,
-        eps=0.0,
-    )
-    torch.testing.assert_close(got, torch.tensor(expected))
-
-
 @pytest.mark.parametrize("mean", ["group", "leave_one_out", "batch"])
 @pytest.mark.parametrize("std", ["group", "batch", "none"])
 def test_equal_rewards_give_exactly_zero_whatever_the_baseline(mean: Any, std: Any) -> None:
@@ -432,20 +399,6 @@ def test_equal_rewards_give_exactly_zero_whatever_the_baseline(mean: Any, std: A
         reward = torch.full((14,), value)
         got = F.group_advantage(reward, group, torch.ones(14) > 0, mean=mean, std=std)
         assert got.tolist() == [0.0] * 14
-
-
-def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
-    torch.manual_seed(0)
-    reward = torch.randn(20)
-    group = torch.randint(0, 4, (20,))
-    valid = torch.rand(20) > 0.2
-    got = F.group_advantage(reward, group, valid, mean="leave_one_out", std="none")
-    for i in range(20):
-        others = [
-            float(reward[j]) for j in range(20) if j != i and group[j] == group[i] and valid[j]
-        ]
-        expected = float(reward[i]) - sum(others) / len(others) if others and valid[i] else 0.0
-        assert float(got[i]) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -934,7 +887,7 @@ def advantages_by_loop(kind: str, rows: list[TensorDict]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("name", SPECIFICATIONS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *at_night(1, 2)])
 def test_the_gradient_of_each_preset_equals_its_formula_by_loop(name: str, seed: int) -> None:
     """From the rewards of two groups to value and gradient, the composed yaml must equal plain
     Python.

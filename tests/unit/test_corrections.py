@@ -18,8 +18,7 @@ from torchrl_grpo import functional as F
 from torchrl_grpo.assembly.algorithm import make_loss
 from torchrl_grpo.checks import Rejection, check_rejection
 from torchrl_grpo.config import ConfigError
-from torchrl_grpo.models.segments import Segments
-from torchrl_grpo.objectives import GRPOLoss, Tokens
+from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.objectives.off_policy import Mismatch
 from torchrl_grpo.objectives.output import LARGEST_RATIO, accumulate
 
@@ -313,17 +312,3 @@ def test_presets_of_corrections(algo: str, rejection: Any, weight: tuple[Any, ..
     got = (loss.proximal, loss.behaviour_weight, loss.behaviour_level)
     assert (*got, loss.behaviour_floor, loss.behaviour_cap) == weight
     assert loss.rejection == rejection
-
-
-def test_dppo_does_not_clip_ratios() -> None:
-    """A ratio of 3 on a token of probability 0.03 is 0.02 more than the sampling policy's, within
-    0.2.
-    """
-    loss = make_loss(compose_config("algo=dppo_tv"), Table(make_batch(0)[0]))
-    log_prob = torch.tensor([math.log(0.03)], dtype=torch.float64, requires_grad=True)
-    one = torch.ones(1, dtype=torch.float64)
-    values = {"log_prob": log_prob, "sample_log_prob": one * math.log(0.01), "advantage": one}
-    tokens = Tokens(values, Segments.of([1]))
-    loss.off_policy(tokens)
-    loss.objective(tokens).sum().backward()
-    assert log_prob.grad.item() == pytest.approx(3.0)

@@ -1,7 +1,7 @@
 """Properties of the pure functions that hold for every input, tested with hypothesis.
 
-``tests/unit/test_functional.py`` tests their values by hand. Rewards are multiples of 1/8, so that
-a difference of two of them is either exactly 0 or far above rounding.
+``tests/unit/test_functional.py`` tests their values by hand, and
+``tests/unit/test_group_advantage.py`` those of group advantages.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from torchrl_grpo.objectives import CISPO, SAPO, Clip, GRPOLoss, OffPolicy
 from torchrl_grpo.objectives.tokens import token_weights
 
 junk = st.sampled_from([math.nan, math.inf, -math.inf, 1e30])
-eighths = st.integers(-80, 80).map(lambda value: value / 8)
-rewarded = st.lists(st.tuples(eighths, st.integers(0, 3), st.booleans()), min_size=1, max_size=12)
 small = st.floats(-3, 3)
 advantages = st.floats(-5, 5)
 ratios = st.floats(1e-3, 1e3)
@@ -31,16 +29,6 @@ clips = st.floats(0, 0.9)
 
 def column(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).reshape(-1, 1)
-
-
-def advantage(rows: list[tuple[float, int, bool]], **settings: Any) -> Tensor:
-    reward, group, valid = zip(*rows, strict=True)
-    return F.group_advantage(
-        torch.tensor(reward, dtype=torch.float64),
-        torch.tensor(group),
-        torch.tensor(valid),
-        **settings,
-    )
 
 
 @st.composite
@@ -111,93 +99,6 @@ def test_padding_empty_sequences_and_order_do_not_change_a_tokens_weight(
 
 
 # Advantages
-
-
-@given(
-    rewarded,
-    eighths,
-    st.sampled_from(["group", "leave_one_out", "batch"]),
-    st.sampled_from(["group", "batch", "none"]),
-)
-def test_a_constant_added_to_all_rewards_changes_no_advantage(
-    rows: Any, constant: float, mean: Any, std: Any
-) -> None:
-    moved = [(reward + constant, group, valid) for reward, group, valid in rows]
-    torch.testing.assert_close(
-        advantage(moved, mean=mean, std=std),
-        advantage(rows, mean=mean, std=std),
-        rtol=1e-5,
-        atol=1e-6,
-    )
-
-
-@pytest.mark.slow
-@given(rewarded, st.floats(0.01, 100), st.sampled_from(["group", "leave_one_out", "batch", "none"]))
-def test_scaled_rewards_scale_only_advantages_without_a_std(
-    rows: Any, factor: float, mean: Any
-) -> None:
-    scaled = [(reward * factor, group, valid) for reward, group, valid in rows]
-    for std in ("group", "batch"):
-        torch.testing.assert_close(
-            advantage(scaled, mean=mean, std=std, eps=0.0), advantage(rows, mean=mean, std=std, eps=0.0),
-            rtol=1e-4, atol=1e-6,
-        )  # fmt: skip
-    torch.testing.assert_close(
-        advantage(scaled, mean=mean, std="none"),
-        factor * advantage(rows, mean=mean, std="none"),
-        rtol=1e-4,
-        atol=1e-6,
-    )
-
-
-EVERY_MEAN = st.sampled_from(["group", "leave_one_out", "batch", "none"])
-EVERY_STD = st.sampled_from(["group", "batch", "none"])
-
-
-@given(rewarded, st.permutations([-(2**40), -1, 5, 2**40]), EVERY_MEAN, EVERY_STD, st.data())
-def test_order_and_the_names_of_groups_do_not_matter(
-    rows: Any, names: Any, mean: Any, std: Any, data: Any
-) -> None:
-    order = data.draw(st.permutations(range(len(rows))))
-    renamed = [(rows[i][0], names[rows[i][1]], rows[i][2]) for i in order]
-    expected = advantage(rows, mean=mean, std=std)[list(order)]
-    torch.testing.assert_close(
-        advantage(renamed, mean=mean, std=std), expected, rtol=1e-5, atol=1e-6
-    )
-
-
-@given(rewarded, EVERY_MEAN, EVERY_STD, st.data())
-def test_invalid_members_get_nothing_and_change_nothing(
-    rows: Any, mean: Any, std: Any, data: Any
-) -> None:
-    spoiled = [
-        (reward if valid else data.draw(junk), group, valid) for reward, group, valid in rows
-    ]
-    got = advantage(spoiled, mean=mean, std=std)
-    valid = torch.tensor([row[2] for row in rows])
-    assert (got[~valid] == 0).all() and torch.isfinite(got).all()
-    if valid.any():
-        alone = advantage([row for row in rows if row[2]], mean=mean, std=std)
-        torch.testing.assert_close(got[valid], alone, rtol=1e-5, atol=1e-6)
-
-
-@given(rewarded, st.sampled_from(["group", "leave_one_out"]), EVERY_STD)
-def test_advantages_of_a_group_add_up_to_0(rows: Any, mean: Any, std: Any) -> None:
-    got = advantage(rows, mean=mean, std=std)
-    group = torch.tensor([row[1] for row in rows])
-    for name in group.unique():
-        assert got[group == name].sum().item() == pytest.approx(0, abs=1e-4)
-
-
-@given(rewarded)
-def test_advantages_over_the_batch_have_mean_0_and_std_1(rows: Any) -> None:
-    valid = torch.tensor([row[2] for row in rows])
-    got = advantage(rows, mean="batch", std="batch", eps=0.0)[valid]
-    if len({row[0] for row in rows if row[2]}) < 2:
-        assert (got == 0).all()
-    else:
-        assert got.mean().item() == pytest.approx(0, abs=1e-5)
-        assert got.std().item() == pytest.approx(1, rel=1e-5)
 
 
 @pytest.mark.slow

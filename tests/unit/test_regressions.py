@@ -14,8 +14,8 @@ Those below are here; the others have a better place beside what they test:
 - a loss scaler made anew each step: ``test_trainer.py``, ``test_the_loss_scaler_lives_as_long_as_the_trainer``
 - AdamW in the config, Adam in the code: ``test_build.py``,
   ``test_the_optimizer_is_adamw_without_weight_decay_on_vectors``
-- a group of one (NaN): ``test_functional.py``,
-  ``test_group_advantage_equals_a_plain_loop_in_any_order``; equal rewards (noise over an epsilon):
+- a group of one (NaN): ``test_group_advantage.py``,
+  ``test_any_baseline_with_any_scale_equals_a_plain_loop``; equal rewards (noise over an epsilon):
   ``test_algorithms.py``, ``test_equal_rewards_give_exactly_zero_whatever_the_baseline``; counted:
   ``test_advantage_transform.py``, ``test_invalid_rewards_are_left_out_and_zero_variance_groups_counted``
 - the policy version stamped when the environment steps: ``test_collector.py``,

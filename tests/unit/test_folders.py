@@ -20,6 +20,7 @@ import pytest
 from torchrl import torchrl_logger
 
 from tests.support.configs import ROOT, compose_config
+from tests.support.disks import mounted
 from tests.support.runs import SMALL, run, steps
 from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.config import ConfigError
@@ -424,14 +425,8 @@ def test_a_last_checkpoint_that_cannot_be_written_is_one_line(
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
     """A read-only file system, where root may mount one."""
-    folder = tmp_path / "outputs"
-    folder.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "ro", "none", folder], capture_output=True
-    ).returncode:
-        pytest.skip("only root may mount a disk")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    with mounted(tmp_path / "outputs", "ro") as folder:
+        yield folder
 
 
 @pytest.mark.slow

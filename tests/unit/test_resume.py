@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,53 +56,37 @@ AVERAGES = (
 ADAMW_8BIT = "optimizer.name=adamw_8bit"
 MOMENTS = ("trainer", "optimizer", "state", "model.layers.0.self_attn.q_proj.weight")
 TESTED = ("evaluation.num_prompts=8", "evaluation.k=2", "evaluation.frequency=2")
+KINDS: dict[str, tuple[str, ...]] = {
+    "full": (*FULL, *TESTED),
+    "lora": LORA,
+    "adamw_8bit": (ADAMW_8BIT,),
+    "averages": AVERAGES,
+    "lora_averages": (*LORA, *AVERAGES),
+    "critic": CRITIC,
+}
 
 
 @pytest.fixture(scope="module")
-def full_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("full")
-    run(folder, *FULL, *TESTED, steps(6), "train.checkpoint_frequency=3")
-    return folder
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that gives the folder of a run of 6 steps, which is made once."""
+
+    @cache
+    def make(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp(kind)
+        run(folder, *KINDS[kind], steps(6), "train.checkpoint_frequency=3")
+        return folder
+
+    return make
 
 
-@pytest.fixture(scope="module")
-def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lora")
-    run(folder, *LORA, steps(6), "train.checkpoint_frequency=3")
-    return folder
+@pytest.fixture
+def full_run(whole_run: Callable[[str], Path]) -> Path:
+    return whole_run("full")
 
 
 @pytest.fixture(scope="module")
 def torchao() -> None:
     pytest.importorskip("torchao")
-
-
-@pytest.fixture(scope="module")
-def adamw_8bit_run(torchao: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("adamw_8bit")
-    run(folder, ADAMW_8BIT, steps(6), "train.checkpoint_frequency=3")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def averages_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("averages")
-    run(folder, *AVERAGES, steps(6), "train.checkpoint_frequency=3")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def critic_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("critic")
-    run(folder, *CRITIC, steps(6), "train.checkpoint_frequency=3")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def lora_averages_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lora_averages")
-    run(folder, *LORA, *AVERAGES, steps(6), "train.checkpoint_frequency=3")
-    return folder
 
 
 @pytest.mark.slow
@@ -117,18 +103,15 @@ def lora_averages_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    whole_run: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    whole: Path = request.getfixturevalue(f"{kind}_run")
-    options = {
-        "full": (*FULL, *TESTED),
-        "lora": LORA,
-        "adamw_8bit": (ADAMW_8BIT,),
-        "averages": AVERAGES,
-        "lora_averages": (*LORA, *AVERAGES),
-        "critic": CRITIC,
-    }[kind]
-    rows = run(tmp_path, *options, steps(6), f"train.resume={at(whole, 3)}")
+    if kind == "adamw_8bit":
+        pytest.importorskip("torchao")
+    whole = whole_run(kind)
+    rows = run(tmp_path, *KINDS[kind], steps(6), f"train.resume={at(whole, 3)}")
     assert f"Resuming after step 3 from {at(whole, 3)}" in capsys.readouterr().out.replace("\n", "")
     assert [row["step"] for row in rows] == [3, 4, 5, 6]
     expected = read_jsonl(whole / "metrics.jsonl")
@@ -432,7 +415,7 @@ def test_resealed_tensors_of_another_shape_are_refused(
 
 @pytest.mark.slow
 def test_a_run_gets_no_critic_when_it_resumes_and_loses_none(
-    full_run: Path, critic_run: Path, tmp_path: Path
+    full_run: Path, whole_run: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Other weights of the value's loss are allowed."""
     more = "algo=ppo", "optimizer.warmup_steps=20"
@@ -441,26 +424,13 @@ def test_a_run_gets_no_critic_when_it_resumes_and_loses_none(
         ConfigError, match=r"^policy\.value_coef=0\.5 must be 0\.0, because the state"
     ):
         build(config, tmp_path)
-    path = f"train.resume={at(critic_run, 6)}"
+    path = f"train.resume={at(whole_run('critic'), 6)}"
     with pytest.raises(
         ConfigError, match=r"^policy\.value_coef=0\.0 must be 0\.5, because the state"
     ):
         build(compose_config(*SMALL, "algo=reinforce_pp", steps(9), path), tmp_path)
     config = compose_config(*SMALL, *CRITIC, "policy.value_coef=0.25", steps(9), path)
     build(config, tmp_path).close()
-
-
-@pytest.mark.slow
-def test_the_latest_whole_checkpoint_of_a_folder_is_taken(full_run: Path, tmp_path: Path) -> None:
-    for step in (3, 6):
-        changed(at(full_run, step), at(tmp_path, step))
-    shutil.copytree(at(full_run, 6), at(tmp_path, 7))
-    [shard] = at(tmp_path, 7).glob("*.safetensors")
-    shard.write_bytes(shard.read_bytes()[:100_000])
-    (tmp_path / "checkpoints" / "checkpoint_000008.tmp").touch()
-    for folder in (tmp_path, tmp_path / "checkpoints"):
-        checkpoint = resume_of(folder)
-        assert checkpoint is not None and (checkpoint.step, checkpoint.path) == (6, at(tmp_path, 6))
 
 
 @pytest.mark.slow

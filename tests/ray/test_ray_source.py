@@ -431,6 +431,7 @@ def refused_weights(version: int) -> Any:
     return ray.put(ObjectSender(None).pack(named, version))
 
 
+@pytest.mark.nightly
 def test_weights_that_are_refused_are_sent_again_and_none_is_lost(
     source_of: Callable[..., Rollouts],
 ) -> None:
@@ -521,6 +522,7 @@ def sleeper(folder: Path, pause_s: float) -> Sleeper:
     return Sleeper(pause_s)
 
 
+@pytest.mark.nightly
 def test_engines_sleep_in_the_learners_turn_and_none_starts_then(
     source_of: Callable[..., Rollouts], tmp_path: Path
 ) -> None:
@@ -635,6 +637,7 @@ def test_weights_arrive_while_the_only_unit_of_a_replica_is_played(
     assert {int(row.get(keys.RESPONSE)) for row in data.unbind(0)} == {5 + 4}
 
 
+@pytest.mark.nightly
 def test_actors_that_hang_are_replaced_and_every_group_is_trained_once(
     source_of: Callable[..., Rollouts], tmp_path: Path
 ) -> None:
@@ -871,9 +874,10 @@ def test_a_unit_that_every_reference_actor_dies_of_ends_the_run(
             {"engine": FullEngine},
             r"Sampling ran out of memory \(CUDA out of memory\)\. .* half of env\.num_envs",
         ),
-        (
+        pytest.param(
             {"references": 1, "reference": make_full_scoring},
             r"Scoring with the .* train\.micro_batch_tokens=\d+",
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -954,6 +958,7 @@ def test_time_with_nothing_to_do_does_not_count_as_dead() -> None:
     assert worker.alive_at > first
 
 
+@pytest.mark.nightly
 def test_actors_that_start_and_die_again_and_again_count_as_dead(
     source_of: Callable[..., Rollouts],
 ) -> None:

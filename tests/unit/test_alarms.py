@@ -373,9 +373,9 @@ def test_one_valid_reward_keeps_a_run_from_counting_as_one_without() -> None:
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
-        (("inference_model.max_new_tokens=4",), "truncated"),
+        pytest.param(("inference_model.max_new_tokens=4",), "truncated", marks=pytest.mark.nightly),
         (("optimizer.lr=1e-2", "train.optim_batch_size=4", "optimizer.clip_grad_norm=100"), "kl"),
-        (("inference_model.temperature=0.01",), "repeated"),
+        pytest.param(("inference_model.temperature=0.01",), "repeated", marks=pytest.mark.nightly),
     ],
 )
 def test_a_short_run_that_goes_wrong_raises_its_alarm(

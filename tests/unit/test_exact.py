@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.runs import run, steps
 
+BF16 = "train.mixed_precision=bf16"
+OTHERS = ("inference_model.temperature=0.7", "train_model.gradient_checkpointing=true")
 KL = ("train/kl_k1_to_inference", "train/kl_k3_to_inference")
 
 
@@ -22,8 +24,9 @@ def kl_to_engine(folder: Path, *overrides: str) -> list[float]:
     "overrides",
     [
         (),
-        ("train.mixed_precision=bf16",),
-        ("inference_model.temperature=0.7", "train_model.gradient_checkpointing=true"),
+        (BF16, *OTHERS),
+        pytest.param((BF16,), marks=pytest.mark.nightly),
+        pytest.param(OTHERS, marks=pytest.mark.nightly),
     ],
 )
 def test_on_policy_each_ratio_is_1_to_the_last_bit(

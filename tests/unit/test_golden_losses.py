@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.support.configs import ROOT, compose_config
 from tests.support.losses import Table, make_batch, total
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.algorithm import make_loss
+from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.models.padding import pad
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.objectives.output import accumulate
@@ -111,15 +113,17 @@ def padded(rows: list[TensorDict]) -> TensorDict:
     return out
 
 
+@cache
+def config_of(preset: str, mask_truncated: bool) -> GRPOConfig:
+    overrides = [f"algo={preset}", "train.epochs=2"]
+    overrides += ["teacher.model=starter"] * (preset == "distill")
+    overrides += ["policy.mask_truncated=true"] * mask_truncated
+    return compose_config(*overrides)
+
+
 def cases() -> dict[str, Callable[[Table, str], GRPOLoss]]:
     def of_preset(name: str) -> Callable[[Table, str], GRPOLoss]:
-        def make(actor: Table, form: str) -> GRPOLoss:
-            overrides = [f"algo={name}", "train.epochs=2"]
-            overrides += ["teacher.model=starter"] * (name == "distill")
-            overrides += ["policy.mask_truncated=true"] * (form == "truncated")
-            return make_loss(compose_config(*overrides), actor)
-
-        return make
+        return lambda actor, form: make_loss(config_of(name, form == "truncated"), actor)
 
     def of_options(settings: dict[str, Any]) -> Callable[[Table, str], GRPOLoss]:
         return lambda actor, form: GRPOLoss(actor, mask_truncated=form == "truncated", **settings)

@@ -71,6 +71,17 @@ from torchrl_grpo.weights import load_weights, named_weights
 
 CPU = torch.device("cpu")
 ONE_FAMILY = pytest.mark.parametrize("kit", ["llava"], indirect=True)
+TWO_BY_DAY = pytest.mark.parametrize(
+    "kit",
+    [
+        family
+        if family in ("idefics3", "qwen2_5_vl")
+        else pytest.param(family, marks=pytest.mark.nightly)
+        for family in sorted(MAKERS)
+    ],
+    indirect=True,
+)
+"""Without and with positions on a grid: for what hardly depends on the family."""
 
 
 class Kit(vision.Kit):
@@ -203,6 +214,7 @@ def test_decoding_gives_the_log_probs_of_the_models_own_forward(kit: Kit) -> Non
     assert checked >= 3
 
 
+@TWO_BY_DAY
 def test_a_weight_sync_of_the_image_encoder_makes_new_features(kit: Kit) -> None:
     engine = TransformersEngine(kit.model())
     trained = kit.model()
@@ -232,6 +244,7 @@ def encoder_calls(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@TWO_BY_DAY
 def test_features_are_computed_once_until_the_weights_change(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +265,7 @@ def test_features_are_computed_once_until_the_weights_change(
     assert len(computed) == 4
 
 
+@TWO_BY_DAY
 def test_a_critic_is_no_part_of_a_frozen_image_encoder(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +282,7 @@ def test_a_critic_is_no_part_of_a_frozen_image_encoder(
     assert scorer.critic is not None and scorer.critic.weight.grad.abs().max() > 0
 
 
+@TWO_BY_DAY
 def test_features_follow_an_optimizer_that_counts_no_change(kit: Kit) -> None:
     """A fused optimizer writes new weights without increasing the tensor's version counter."""
     model = kit.model()
@@ -690,6 +705,7 @@ def hint(messages, answer):
 """
 
 
+@TWO_BY_DAY
 def test_a_teacher_scores_the_images_after_a_prompt_of_its_own(kit: Kit, tmp_path: Path) -> None:
     (tmp_path / "hint.py").write_text(HINT)
     task = TwoTurns()
@@ -791,6 +807,7 @@ def retied(kit: Kit, folder: Path, top: bool, text: bool, *, has_head: bool) -> 
     return str(retie(copy, top, text, has_head=has_head))
 
 
+@TWO_BY_DAY
 def test_a_head_is_tied_where_the_whole_models_config_says_so(kit: Kit, tmp_path: Path) -> None:
     path = retied(kit, tmp_path, True, False, has_head=False)
     model = loading.load_model(path, dtype=torch.float32, device=CPU)
@@ -809,6 +826,7 @@ def test_a_head_is_tied_where_the_whole_models_config_says_so(kit: Kit, tmp_path
     assert torch.equal(scores[0], scores[1]) and torch.equal(scores[0], scores[2])
 
 
+@TWO_BY_DAY
 @pytest.mark.parametrize(
     ("top", "has_head", "fix"), [(True, True, "=false"), (False, False, "lm_head")]
 )
@@ -1017,6 +1035,7 @@ class TwoTurns(Task):
         return Score(1.0, True)
 
 
+@TWO_BY_DAY
 def test_later_turns_read_the_images_of_the_prompt(kit: Kit) -> None:
     env = LLMEnv(
         TwoTurns(), kit.tokenizer, num_envs=4, repeats=2, max_turns=2, image_encoder=kit.encoder

@@ -15,6 +15,7 @@ from datasets import Dataset
 
 import torchrl_grpo
 from tests.support.documentation import blocks
+from tests.support.objects import Game, play, right
 from torchrl_grpo.config import ConfigError, compose
 from torchrl_grpo.errors import RunLostError
 from torchrl_grpo.extras.call import notebook
@@ -41,14 +42,6 @@ QUICK: Mapping[str, Any] = {
     "logging.tensorboard": False,
     "logging.page": False,
 }
-
-
-def right(response: str, answer: str) -> float:
-    return float(response.strip().endswith(answer))
-
-
-def short(response: str) -> float:
-    return float(len(response) < 20)
 
 
 @pytest.fixture(autouse=True)
@@ -181,25 +174,10 @@ def test_tools_are_called(train: Callable[..., torchrl_grpo.Result]) -> None:
     assert min(columns(result, "tools/calls")) >= 8
 
 
-class Game:
-    def reset(self, seed: int) -> str:
-        return f"{seed % 10}+1=? #### n"
-
-    def step(self, response: str) -> tuple[str, float, bool]:
-        return "again", float("####" in response), True
-
-
 def test_an_environment_plays_without_data(train: Callable[..., torchrl_grpo.Result]) -> None:
     result = train(dataset=None, reward=None, environment=Game)
     assert all(row["query"].endswith("+1=? #### n") for row in result.samples)
     assert columns(result, "rollout/reward_mean")
-
-
-async def play(client: Any, problem: Any) -> float:
-    answer = await client.chat.completions.create(
-        model="policy", messages=[{"role": "user", "content": problem["prompt"]}]
-    )
-    return float("####" in answer.choices[0].message.content)
 
 
 def test_an_agent_asks_the_policy(train: Callable[..., torchrl_grpo.Result]) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from torchrl_grpo.rewards.countdown import countdown
 from torchrl_grpo.rewards.expressions import evaluate
+from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Problem, Score
 from torchrl_grpo.tasks.countdown import CountdownTask, split_of
 from torchrl_grpo.tasks.shapes import ShapesTask
@@ -172,18 +173,21 @@ def test_splits_are_disjoint_across_seeds_and_settings() -> None:
 
 @pytest.mark.slow
 def test_same_seed_gives_the_same_problems_in_another_process() -> None:
-    """Those of countdown, and pictures."""
+    """Those of countdown, pictures, and sums."""
     code = (
+        "from torchrl_grpo.tasks.arithmetic import ArithmeticTask as A\n"
         "from torchrl_grpo.tasks.countdown import CountdownTask as C\n"
         "from torchrl_grpo.tasks.shapes import ShapesTask as S\n"
         "print([(p.extra, p.answer) for p in C(4, seed=5).problems('test')[:20]])\n"
-        "print([p.images[0].hash for p in S().problems('test')[:50]])"
+        "print([p.images[0].hash for p in S().problems('test')[:50]])\n"
+        "print([p.query for p in A(3, 5).problems('train')[:50]])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     countdown_problems = CountdownTask(4, seed=5).problems("test")
     assert done.stdout.splitlines() == [
         str([(p.extra, p.answer) for p in countdown_problems[:20]]),
         str([p.images[0].hash for p in ShapesTask().problems("test")[:50]]),
+        str([p.query for p in ArithmeticTask(3, 5).problems("train")[:50]]),
     ]
     assert countdown_problems != CountdownTask(4, seed=6).problems("test")
 

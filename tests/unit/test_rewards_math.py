@@ -2,7 +2,6 @@ r"""The reward ``math``: math-verify's verdicts, the same in every thread and pr
 
 from __future__ import annotations
 
-import multiprocessing
 import resource
 import sys
 import threading
@@ -61,12 +60,6 @@ def test_a_thread_gives_the_verdicts_of_the_main_thread() -> None:
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(verdicts, [FEW, FEW])  # concurrently
     assert first == second == [verdict for *_, verdict in FEW]
-
-
-@pytest.mark.slow
-def test_another_process_gives_the_verdicts_of_this_one() -> None:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply_async(verdicts).get(timeout=300) == [verdict for *_, verdict in FEW]
 
 
 @pytest.mark.slow

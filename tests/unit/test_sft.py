@@ -491,7 +491,9 @@ def test_a_bad_demonstration_is_named_and_one_alone_makes_no_step(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["algo=sft", "policy.sft_coef=0.5"])
+@pytest.mark.parametrize(
+    "kind", ["algo=sft", pytest.param("policy.sft_coef=0.5", marks=pytest.mark.nightly)]
+)
 def test_a_run_learns_evaluates_and_goes_on_as_if_it_had_not_stopped(
     kind: str, tmp_path: Path
 ) -> None:

@@ -6,13 +6,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.support.configs import compose_config
 from tests.support.runs import run, steps
 from tests.support.traces import events_of, span_of
-from torchrl_grpo.config import validate
-from torchrl_grpo.errors import ConfigError
 
 ROUNDED = 0.002
 """Rounding of times in a trace, in microseconds."""
@@ -54,8 +49,3 @@ def overlaps(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
                 found.append((open_[-1]["name"] if open_ else "", event["name"]))
             open_.append(event)
     return found
-
-
-def test_steps_that_no_run_has_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"logging\.profile_steps=\[3,0\].*\[3,4\]"):
-        validate(compose_config("logging.profile_steps=[3,0]"))

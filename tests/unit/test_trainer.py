@@ -144,21 +144,26 @@ def test_mask_truncated_treats_truncated_sequences_as_invalid() -> None:
     assert all(torch.equal(weights(masking)[name], value) for name, value in weights(plain).items())
 
 
-def test_staleness_is_counted_from_the_version_that_sampled_each_token() -> None:
-    batch = make_batch()
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_staleness_is_counted_from_the_version_that_sampled(of_tokens: bool) -> None:
+    """Of a whole sequence, or of each of its tokens."""
     trainer = make_trainer()
-    trainer.version, trainer.loss.proximal = 3, "interpolated"
-    for row in batch.unbind(0):
-        row[keys.POLICY_VERSIONS] = torch.arange(len(row[keys.FULL])) % 4
-    reference = make_trainer()
-    reference.loss.proximal = "interpolated"
-    for row in batch.unbind(0):
-        row["staleness"] = 3 - row[keys.POLICY_VERSIONS]
-    out = reference.loss(batch)
-    expected = sum(value.item() for name, value in out.items() if name.startswith("loss_"))
-    assert trainer.train_step(batch.exclude("staleness"))["train/loss"] == pytest.approx(
-        expected, rel=1e-5
-    )
+    trainer.version, trainer.loss.proximal = 7, "interpolated"
+    batch = make_batch()
+    expected = []
+    for version, row in zip([7, 6, 5, 4, 7, 7, 7, 0], batch.unbind(0), strict=True):
+        versions = torch.full((len(row[keys.FULL]),), version)
+        row[keys.POLICY_VERSION] = versions[:1]
+        if of_tokens:
+            versions = torch.arange(len(versions)) % 8
+            row[keys.POLICY_VERSIONS] = versions
+        expected.append(7 - versions[row[keys.ASSISTANT_MASK]])
+    seen: list[Rows] = []
+    prepare = trainer.loss.prepare
+    trainer.loss.prepare = lambda rows: (seen.append(rows), prepare(rows))[1]  # type: ignore[method-assign]
+    trainer.train_batch(batch)
+    [rows] = seen
+    assert rows.values[keys.STALENESS].tolist() == torch.cat(expected).tolist()
 
 
 class Rewarded(Term):
@@ -441,22 +446,6 @@ def test_the_ratio_to_the_recomputed_policy_is_1_to_the_last_bit(
     sampled = sum(int(row[keys.ASSISTANT_MASK].sum()) for row in batch.unbind(0))
     assert sum(len(values) for values in seen) == sampled
     assert all((values == 1).all() for values in seen)
-
-
-def test_staleness_is_counted_from_the_version_that_sampled() -> None:
-    model = make_tiny_model()
-    trainer = make_trainer(model)
-    trainer.loss = GRPOLoss(TokenScorer(model), proximal="interpolated")
-    trainer.version = 7
-    batch = make_batch()
-    batch.set(keys.POLICY_VERSION, torch.tensor([[7], [6], [5], [4], [7], [7], [7], [0]]))
-    seen: list[Rows] = []
-    prepare = trainer.loss.prepare
-    trainer.loss.prepare = lambda rows: (seen.append(rows), prepare(rows))[1]  # type: ignore[method-assign]
-    trainer.train_batch(batch)
-    [rows] = seen
-    first = rows.of_scored.offsets[:-1]
-    assert rows.values[keys.STALENESS][first].tolist() == [0, 1, 2, 3, 0, 0, 0, 7]
 
 
 def test_the_old_name_of_the_trainer_is_imported_with_a_warning() -> None:

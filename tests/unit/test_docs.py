@@ -75,11 +75,14 @@ def test_the_names_of_the_losss_terms_are_what_the_page_says() -> None:
         "teacher_coef",
         "sft_coef",
         "entropy_coef",
+        "value_coef",
     ]
     for key, argument, *outputs in rows:
         settings = {"policy.kl_coef": 0.0, f"policy.{key}": 0.25}
         if key == "teacher_coef":
             settings |= {"policy.teacher_divergence": "reverse", "teacher.model": "starter"}
+        if key == "value_coef":
+            settings["policy.advantage_level"] = "token"
         loss = make_loss(
             compose_config(*(f"{name}={value}" for name, value in settings.items())), actor
         )

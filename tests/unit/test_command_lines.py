@@ -18,7 +18,7 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
 
 from tests.support.configs import ROOT
-from tests.support.documentation import script_lines
+from tests.support.documentation import PAGES, blocks, commands, script_lines
 from torchrl_grpo.config import CONFIG_FILES, compose, split_command_line
 from torchrl_grpo.config.help import HELP
 from torchrl_grpo.config.schema import FIELDS
@@ -28,10 +28,19 @@ from torchrl_grpo.scripts.job import Sweep, command
 main = job(asynchronous=False)
 SHOWN = script_lines()
 LINES = {" ".join(words): words for _, _, words in SHOWN}
-OPTIONS = (
-    ("--cfg", "job"), ("--cfg=all",), ("--multirun",), ("-m",), ("--config-name", "grpo_math"), ("--help",),
-    ("--info",), ("-i", "defaults"),
-)  # fmt: skip
+IN_BLOCKS = {
+    " ".join(words[2:])
+    for page in ("../README", *PAGES)
+    for block in blocks(page)
+    if block.language == "bash"
+    for _, words in commands(block)
+    if words[1:] and words[1].startswith("sota/")
+}
+"""Lines that test_pages.py composes too, without the script."""
+OPTIONS = [
+    ("--cfg", "job"), ("--cfg=all",), ("--multirun",), ("-i", "defaults"), ("--config-name", "grpo_math"),
+    *(pytest.param(option, marks=pytest.mark.nightly) for option in (("-m",), ("--help",), ("--info",))),
+]  # fmt: skip
 
 
 def split(words: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -56,7 +65,7 @@ def test_the_project_shows_lines_of_both_scripts_in_all_its_folders() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", OPTIONS, ids=" ".join)
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: " ".join(option))
 def test_an_option_means_the_same_wherever_it_stands_on_a_shown_line(
     option: tuple[str, ...],
 ) -> None:
@@ -127,7 +136,7 @@ def in_this_process(
 @pytest.mark.parametrize(
     "line",
     [
-        line
+        pytest.param(line, marks=pytest.mark.nightly if line in IN_BLOCKS else ())
         for line, words in LINES.items()
         if "--multirun" not in words
         # Its engine is in a package of somebody else, which test_plugins.py installs.

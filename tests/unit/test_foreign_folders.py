@@ -175,16 +175,15 @@ def test_what_no_run_writes_is_left_out(
         samples.main([str(folder), *more], io.StringIO())
 
 
+OTHER_TEXTS = (
+    *((".hydra/overrides.yaml", text) for text in ("5", "[[a], {b: 1}, 2]", "- [", "- &a [x]\n- *a", 10**5 * "[")),
+    *(("environment.json", text) for text in ("[1]", "{", "[" * 10**5, "\udc80")),
+)  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["5", "[[a], {b: 1}, 2]", "- [", "- &a [x]\n- *a", 10**5 * "["])
-def test_overrides_that_are_none_are_left_out(text: str, whole: Path, tmp_path: Path) -> None:
+def test_files_with_something_else_are_left_out(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "0")
-    (tmp_path / "0/.hydra/overrides.yaml").write_text(text)
-    write_sweep(tmp_path)
-
-
-def test_an_environment_that_is_none_is_left_out(whole: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole, tmp_path / "0")
-    for text in ("[1]", "{", "[" * 10**5, "\udc80"):
-        (tmp_path / "0/environment.json").write_text(text, errors="surrogateescape")
-        write_report(tmp_path / "0")
+    for name, text in OTHER_TEXTS:
+        (tmp_path / "0" / name).write_text(text, errors="surrogateescape")
+        write_sweep(tmp_path) if "overrides" in name else write_report(tmp_path / "0")

@@ -36,7 +36,7 @@ def test_the_interval_of_accuracies_covers_in_95_percent_of_all_test_sets() -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mean", [0.2, 0.7])
+@pytest.mark.parametrize("mean", [0.2, pytest.param(0.7, marks=pytest.mark.nightly)])
 def test_the_interval_of_averages_covers_in_95_percent_of_all_test_sets(mean: float) -> None:
     rng = np.random.default_rng(0)
     hits = 0

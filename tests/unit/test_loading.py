@@ -329,57 +329,38 @@ def test_stop_tokens_are_eos_generation_config_and_end_of_turn(
     assert loading.stop_token_ids(tokenizer, GenerationConfig(eos_token_id=[1, 7])) == (1, 7)
 
 
-def test_gradient_checkpointing_in_eval_mode_keeps_dropout_off() -> None:
-    """Hugging Face disables checkpointing in eval mode; this counts how often a layer really runs."""
-    tokens = torch.randint(0, 261, (2, 8))
-    mask = torch.ones(2, 8, dtype=torch.bool)
-
-    def run(checkpointing: bool) -> tuple[int, dict[str, torch.Tensor]]:
-        model = make_tiny_model(attention_dropout=0.5)
-        if checkpointing:
-            assert loading.enable_gradient_checkpointing(model) == 2
-        calls = 0
-
-        def count(*_: object) -> None:
-            nonlocal calls
-            calls += 1
-
-        scorer = TokenScorer(model)
-        model.model.layers[0].self_attn.register_forward_pre_hook(count)
-        scorer.score(tokens, mask)[0].sum().backward()
-        return calls, {name: parameter.grad for name, parameter in model.named_parameters()}
-
-    plain_calls, plain = run(False)
-    calls, grads = run(True)
-    assert (plain_calls, calls) == (1, 2)
-    for name, value in plain.items():
-        torch.testing.assert_close(grads[name], value)
-
-
-def test_gradient_checkpointing_keeps_dropout_off_in_the_layer_itself() -> None:
-    """OPT's layer calls ``dropout(training=self.training)``, and its recomputation must give the
-    same gradients.
+@pytest.mark.parametrize("family", ["qwen2", "opt"])
+def test_gradient_checkpointing_keeps_dropout_off(family: str) -> None:
+    """Hugging Face disables checkpointing in eval mode, so this counts how often a layer runs; OPT's
+    layer itself calls ``dropout(training=self.training)``.
     """
+    tokens = torch.arange(3, 33).view(2, 15)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
 
-    def run(checkpointing: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        model = make_family("opt", dropout=0.5)
+    def run(checkpointing: bool) -> tuple[int, torch.Tensor, dict[str, torch.Tensor]]:
+        model: Any = make_tiny_model(attention_dropout=0.5)
+        if family == "opt":
+            model = make_family("opt", dropout=0.5)
         if checkpointing:
             assert loading.enable_gradient_checkpointing(model) == 2
+        calls = list[int]()
+        layer = next(module for name, module in model.named_modules() if name.endswith("self_attn"))
+        layer.register_forward_pre_hook(lambda *_: calls.append(1))
         scorer = TokenScorer(model)
-        tokens = torch.arange(3, 33).view(2, 15)
-        scores, _ = scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        calls.clear()
+        scores, _ = scorer.score(tokens, mask)
         scores.sum().backward()
-        again, _ = scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool))
-        assert torch.equal(scores, again)
+        count = len(calls)
+        assert torch.equal(scores, scorer.score(tokens, mask)[0])
         with torch.no_grad():
-            torch.testing.assert_close(
-                scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool))[0], scores
-            )
-        return scores, {name: parameter.grad for name, parameter in model.named_parameters()}
+            torch.testing.assert_close(scorer.score(tokens, mask)[0], scores)
+        return count, scores, {name: p.grad for name, p in model.named_parameters()}
 
-    (plain, plain_grads), (scores, grads) = run(False), run(True)
-    torch.testing.assert_close(scores, plain)
-    for name, value in plain_grads.items():
+    plain_calls, plain_scores, plain = run(False)
+    calls, scores, grads = run(True)
+    assert (plain_calls, calls) == (1, 2)
+    torch.testing.assert_close(scores, plain_scores)
+    for name, value in plain.items():
         torch.testing.assert_close(grads[name], value)
 
 

@@ -178,9 +178,8 @@ def test_every_test_that_a_page_names_is_there() -> None:
     """Files of the checkout must exist too, and a test's module is checked if the page names it."""
     there: dict[str, set[str]] = {}
     for file in (ROOT / "tests").rglob("test_*.py"):
-        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        names = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-        there[file.relative_to(ROOT / "tests").as_posix()] = names
+        names = re.findall(r"^\s*def (\w+)\(", file.read_text(encoding="utf-8"), re.MULTILINE)
+        there[file.relative_to(ROOT / "tests").as_posix()] = set(names)
     everywhere = set().union(*there.values())
     for page in OURS:
         text = (DOCS / f"{page}.md").read_text(encoding="utf-8")

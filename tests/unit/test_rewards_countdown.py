@@ -133,7 +133,9 @@ def test_division_by_zero_has_no_value_and_no_format_score() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("difficulty", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize(
+    "difficulty", [2, 4, 6, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 5))]
+)
 def test_every_problem_has_its_own_solution(difficulty: int) -> None:
     task = CountdownTask(difficulty)
     for split in ("train", "test"):

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+from tests.support import forks
 from tests.support.configs import ROOT
 
 PROGRAM = """
@@ -18,8 +19,6 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor
 
 load_general_plugins()
-import sys
-print("imported", *sorted(name for name in sys.modules if name.startswith("torchrl_grpo")))
 
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.vllm_stops import watch_for_stops
@@ -50,6 +49,18 @@ print("ours", ends(ours, extra_args={"stop_strings": ["2+2"]}), ends(ours))
 """
 
 
+IMPORT = """
+import sys, torchrl_grpo.generation.vllm_stops
+print(*sorted(name for name in sys.modules if name.startswith("torchrl_grpo")))
+"""
+
+
+def test_the_plugin_imports_nothing_else_of_ours() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, cwd=ROOT)
+    names = ["torchrl_grpo", "torchrl_grpo.generation", "torchrl_grpo.generation.vllm_stops"]
+    assert done.stdout.split() == names, done.stderr
+
+
 def test_a_process_of_vllm_ends_responses_at_stop_strings(tmp_path: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     metadata = tmp_path / "torchrl_grpo-0.dist-info"
@@ -57,16 +68,16 @@ def test_a_process_of_vllm_ends_responses_at_stop_strings(tmp_path: Path) -> Non
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torchrl_grpo\nVersion: 0\n")
     [(name, value)] = project["entry-points"]["vllm.general_plugins"].items()
     (metadata / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {value}\n")
-    done = subprocess.run(
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", forks.WITH_VLLM: "1"}
+    with forks.Popen(
         [sys.executable, "-c", PROGRAM],
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
-        capture_output=True,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
-    imported = ["torchrl_grpo", "torchrl_grpo.generation", "torchrl_grpo.generation.vllm_stops"]
-    assert ["imported", *imported] in lines
+    ) as process:
+        stdout, stderr = process.communicate(timeout=600)
+    assert process.returncode == 0, stderr
+    lines = [line.split() for line in stdout.splitlines()]
     assert ["other", "1+2+2", "1+2+2=5"] in lines
     assert ["ours", "1+2+2", "1+2+2=5"] in lines

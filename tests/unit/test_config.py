@@ -20,6 +20,7 @@ from tests.support.configs import ROOT, compose_config
 from torchrl_grpo.config import (
     ConfigError,
     check_command_line,
+    command_line,
     from_hydra,
     orderly_exit,
     register,
@@ -323,6 +324,15 @@ def test_an_error_of_an_unknown_kind_keeps_its_traceback() -> None:
 
 def test_torchrls_name_of_a_key_sets_it_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     assert compose_config("env.max_steps=3").env.max_turns == 3 and not caplog.records
+
+
+@pytest.mark.slow
+def test_a_component_may_be_set_as_a_whole() -> None:
+    node = {"_target_": "my_loss.py:MyLoss", "count": 3}
+    assert command_line.compose("grpo_arithmetic", {"policy.loss": node}).policy.loss == node
+    words = ["env.task={_target_: my_tasks.py:MyTask, size: 5}"]
+    task = command_line.compose("grpo_arithmetic", words).env.task
+    assert task == {"_target_": "my_tasks.py:MyTask", "size": 5}
 
 
 def test_torchrls_name_with_another_value_of_ours_is_refused() -> None:

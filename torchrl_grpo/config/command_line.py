@@ -58,7 +58,7 @@ FindSaved = Callable[[str | None], tuple[Path, Mapping[str, Any]] | None]
 
 _UNTRAINED = re.compile(r"\w+_penalty|logit_bias|bad_words|min(_new)?_tokens|\w*ngram_size")
 """Options of engines that change the distribution sampled from, and that the trainer does not know."""
-_ARGUMENTS = tuple(f"{name}." for name in COMPONENTS)
+_ARGUMENTS = tuple(f"{name}{then}" for name in COMPONENTS for then in (".", "={"))
 _ENTRY = re.compile(r"([\w.-]+)['\"]?\s*:\s*([^,{}\[\]]+)")
 """A key and its value in a node on the command line."""
 _TEXT = re.compile(
@@ -289,7 +289,7 @@ def with_argument_added(override: str) -> str:
 
 
 def _added(override: str) -> str:
-    """Return an override with ``++`` if it sets an argument of a component."""
+    """Return an override with ``++`` if it sets an argument of a component, or all of them."""
     is_argument = override.startswith(_ARGUMENTS) and "._target_=" not in override
     return f"++{override}" if is_argument else override
 

@@ -396,7 +396,7 @@ def check_sampling_rounds(
     if batch > rounds * rows:
         raise ValueError(
             f"{name}={rounds} rollouts of {rows} trajectories must make up a batch of {batch}: "
-            f"use at least {-(-batch // rows)}, better twice as many."
+            f"use at least {-(-batch // rows)}, preferably twice as many."
         )
 
 

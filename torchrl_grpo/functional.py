@@ -109,8 +109,8 @@ def group_advantage(
     values = torch.where(valid, reward.to(torch.float64), 0.0)
     if not values.isfinite().all():
         raise ValueError(
-            f"reward has {int((~values.isfinite()).sum())} values that are not finite, and valid "
-            "ones must be: mark them as invalid, or fix what made them."
+            f"reward must be finite where it is valid, but {int((~values.isfinite()).sum())} values "
+            "are not: mark them as invalid, or fix what made them."
         )
     rewards, signal = values, valid
     if mean != "none":

@@ -533,7 +533,7 @@ def test_token_level_says_what_it_needs(tokenizer):
         ),
         ({"level": "token", "gamma": 1.5}, r"gamma=1.5 must be in \[0, 1\]"),
         ({"level": "token", "lmbda": -0.1}, r"lmbda=-0.1 must be in \[0, 1\]"),
-        ({"gamma": 0.9}, "gamma=0.9 must be 1 with level='sequence', nothing reads it"),
+        ({"gamma": 0.9}, "gamma=0.9 must be 1 with level='sequence', which ignores it"),
     ],
 )
 def test_bad_arguments_say_what_to_use(arguments, message):

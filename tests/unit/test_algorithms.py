@@ -997,7 +997,9 @@ def test_cispos_clip_fractions_count_the_weights_at_a_bound() -> None:
 def test_a_non_finite_reward_is_an_error_unless_marked_invalid(value: float) -> None:
     reward = torch.tensor([1.0, 0.0, value, 0.0])
     group = torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"reward has 1 .*: mark them as invalid"):
+    with pytest.raises(
+        ValueError, match=r"reward must be finite .* 1 values .*: mark them as invalid"
+    ):
         F.group_advantage(reward, group, torch.ones(4, dtype=torch.bool))
     got = F.group_advantage(reward, group, torch.tensor([True, True, False, True]), std="none")
     torch.testing.assert_close(got, torch.tensor([2 / 3, -1 / 3, 0.0, -1 / 3]))

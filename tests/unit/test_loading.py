@@ -70,7 +70,7 @@ def test_a_folder_of_adapters_is_told_from_a_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     with pytest.raises(
         ValueError,
-        match=rf"with a whole model, .* model\.name=org/base .* train_model\.lora\.path={tmp_path}",
+        match=rf"with a complete model, .* model\.name=org/base .* train_model\.lora\.path={tmp_path}",
     ):
         loading.load_config(str(tmp_path))
 
@@ -558,7 +558,7 @@ def test_a_folder_of_a_run_names_the_model_to_use(
         Path(file).touch()
     with pytest.raises(ValueError) as error:
         loading.load_config(name)
-    assert f"model.name={name} must be a folder with a whole model" in str(error.value)
+    assert f"model.name={name} must be a folder with a complete model" in str(error.value)
     assert use in str(error.value)
 
 

@@ -202,7 +202,7 @@ def test_templates_write_the_date_of_the_first_start(tmp_path: Path) -> None:
 def test_a_resealed_date_is_refused(full_run: Path, tmp_path: Path) -> None:
     for number, date in enumerate(("yesterday", 5, None)):
         copy = shutil.copytree(at(full_run, 6), at(tmp_path / str(number), 6))
-        with pytest.raises(ConfigError, match=r"train\.resume=.* must be a whole checkpoint"):
+        with pytest.raises(ConfigError, match=r"train\.resume=.* must be a complete checkpoint"):
             resume_of(reseal(copy, date=date))
 
 
@@ -306,7 +306,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["train.resume=/tmp/.."], r"train\.resume=/tmp/\.\. must be .* but it has none"),
         (
             [f"train.resume={__file__}"],
-            r"must be a whole checkpoint of this library, but test_resume\.py is a file",
+            r"must be a complete checkpoint of this library, but test_resume\.py is a file",
         ),
     ],
 )
@@ -383,7 +383,7 @@ def test_a_resealed_state_of_other_types_is_refused(
     for key in where[:-1]:
         node = node[key]
     node[where[-1]] = value
-    with pytest.raises(ConfigError, match=r"train\.resume=.* must be a whole checkpoint"):
+    with pytest.raises(ConfigError, match=r"train\.resume=.* must be a complete checkpoint"):
         resume_of(changed(at(full_run, 6), at(tmp_path, 6), **state))
 
 
@@ -398,7 +398,7 @@ def test_a_resealed_state_of_other_types_is_refused(
 def test_resealed_tensors_of_useless_values_are_refused(
     name: str, value: torch.Tensor, full_run: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"train\.resume=.* must be a whole .*{name} has"):
+    with pytest.raises(ConfigError, match=rf"train\.resume=.* must be a complete .*{name} has"):
         resume_of(changed(at(full_run, 6), at(tmp_path, 6), {name: value}))
 
 

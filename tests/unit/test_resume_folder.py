@@ -123,11 +123,11 @@ def test_auto_refuses_to_start_afresh_over_damaged_checkpoints(
     )
     stderr = capfd.readouterr().err
     assert (
-        f"error: train.resume=auto must find a checkpoint that is whole, but of those in {folder}/checkpoints"
+        f"error: train.resume=auto must find a complete checkpoint, but {folder}/checkpoints has none"
         in stderr
     )
-    assert "checkpoint_000008 is damaged: state.pt" in stderr and "Nothing is thrown" in stderr
-    assert "to start afresh use another hydra.run.dir, or move that folder away." in stderr
+    assert "checkpoint_000008 is damaged: state.pt" in stderr and "Nothing is deleted" in stderr
+    assert "to start over, use another hydra.run.dir, or move that folder away." in stderr
     assert {path: path.read_bytes() for path in before} == before
     (folder / "checkpoints").rename(folder / "damaged")
     run(folder, *TESTED, *SAVED, steps(1), "train.resume=auto")

@@ -362,7 +362,7 @@ def test_a_function_that_makes_a_reward_is_refused_before_a_run(options: dict[st
 
     with pytest.raises(
         ValueError,
-        match=r"reward get_punishment must take .*: if it returns",
+        match=r"reward get_punishment must have .*: if it returns",
     ):
         make_rewards({"fn": get_punishment, **options}).check(columns_of("prompt", "solution"))
     reward = make_rewards({"fn": get_punishment(100), "name": "made"})

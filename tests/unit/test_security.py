@@ -252,7 +252,7 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_unpickled(
     with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         main([str(hostile)])
-    with pytest.raises(ValueError, match="must be a whole checkpoint"):
+    with pytest.raises(ValueError, match="must be a complete checkpoint"):
         run(tmp_path / "run", f"train.resume={hostile}", steps(2))
 
 
@@ -414,7 +414,7 @@ def test_a_checkpoint_without_a_config_is_refused(
     hostile = resealed(finished, tmp_path, config)
     assert run_here(SYNC, *SCRIPT, f"train.resume={hostile}", f"hydra.run.dir={tmp_path}/run") == 2
     assert "error: train.resume=" in capfd.readouterr().err
-    with pytest.raises(ConfigError, match="whole checkpoint"):
+    with pytest.raises(ConfigError, match="complete checkpoint"):
         export(str(hostile), tmp_path / "out")
 
 

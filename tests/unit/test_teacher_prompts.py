@@ -143,7 +143,7 @@ def test_a_prompt_that_leaves_no_room_for_the_response_is_none(files: Path) -> N
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("HERE:strange", r"teacher\.prompt=.*:strange needs weather, .* use some of answer, "),
+        ("HERE:strange", r"teacher\.prompt=.*:strange needs weather, .* use only answer, "),
         ("HERE:failing", r"teacher\.prompt=.*:failing .* '1\+1=\?' it failed: IndexError"),
         ("HERE:gone", r"teacher\.prompt=.*:gone must name a function"),
         (

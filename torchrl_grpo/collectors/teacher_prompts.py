@@ -105,7 +105,7 @@ class TeacherPrompts:
         if missing := sorted(needed - arguments.keys()):
             raise ValueError(
                 f"teacher.prompt={name} needs {' and '.join(missing)}, which must be a column or a "
-                f"built-in argument: use some of {', '.join(sorted(arguments))}."
+                f"built-in argument: use only {', '.join(sorted(arguments))}."
             )
         if "completion" in needed and arguments["completion"] is None:
             raise ValueError(

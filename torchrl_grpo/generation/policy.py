@@ -174,7 +174,9 @@ class GenerationPolicy(TensorDictModuleBase):
         shape = tensordict.batch_size
         size = shape.numel()
         if not size:
-            raise ValueError(f"batch_size={list(shape)} must have a row: leave out empty batches.")
+            raise ValueError(
+                f"batch_size={list(shape)} must have at least one row: leave out empty batches."
+            )
         if not isinstance(tensordict.get(PROMPT[0], None), TensorDictBase):
             raise ValueError(
                 'GenerationPolicy reads ("tokens", "prompt") of a TensorDict, which the environment '

@@ -164,8 +164,8 @@ def newest(
             return path, read(path)
         except ValueError as error:
             raise ConfigError(
-                f"train.resume={resume} must be a whole checkpoint of this library, but {error}: "
-                "give another one, or the run's folder to have its latest whole one."
+                f"train.resume={resume} must be a complete checkpoint of this library, but {error}: "
+                "give another one, or the run's folder for its latest complete one."
             ) from error
     folders = [path / "checkpoints"] if auto else [path / "checkpoints", path]
     if auto and folders[0].exists() and not folders[0].is_dir():
@@ -191,9 +191,9 @@ def newest(
     if auto:
         more = f" and {len(damage) - _MAX_NAMED} more" if len(damage) > _MAX_NAMED else ""
         raise ConfigError(
-            "train.resume=auto must find a checkpoint that is whole, but of those in "
-            f"{folders[0]} none is: {'; '.join(damage[:_MAX_NAMED])}{more}. Nothing is thrown "
-            "away: to start afresh use another hydra.run.dir, or move that folder away."
+            f"train.resume=auto must find a complete checkpoint, but {folders[0]} has none: "
+            f"{'; '.join(damage[:_MAX_NAMED])}{more}. Nothing is deleted: to start over, use "
+            "another hydra.run.dir, or move that folder away."
         )
     problem = "has none" if path.is_dir() else "does not exist"
     if damage:

@@ -130,8 +130,8 @@ class ServerEngine(Engine):
                 if limit is not None and server.max_model_len > limit:
                     raise ValueError(
                         f"inference_model.address: the server at {address} must have a context of "
-                        f"at most {limit} tokens, but has {server.max_model_len}: it would compute "
-                        f"otherwise than the trainer; use vllm serve --max-model-len {limit}."
+                        f"at most {limit} tokens, but has {server.max_model_len}, with which it "
+                        f"and the trainer disagree: use vllm serve --max-model-len {limit}."
                     )
                 server.check_vocabulary(request.model_config.get_text_config().vocab_size)
             finally:

@@ -727,8 +727,8 @@ class WrapperScorer(TokenScorer):
         model = getattr(wrapper, "model", None)
         if not isinstance(model, nn.Module):
             raise ValueError(
-                f"actor_network={type(wrapper).__name__} must hold a Hugging Face model to be "
-                f"trained, it holds {type(model).__name__}: use TransformersWrapper, or "
+                f"actor_network={type(wrapper).__name__} must hold a Hugging Face model to "
+                f"train, but it holds {type(model).__name__}: use TransformersWrapper, or "
                 "TokenScorer(model)."
             )
         super().__init__(model)

@@ -478,8 +478,8 @@ class PolicyLoss(LossModule):
                 added = {f"loss_{term.name}"} if term.active else set[str]()
                 if wrong := (out.keys() & added) | {n for n in metrics if n.startswith("loss_")}:
                     raise ValueError(
-                        f"{type(term).__name__} adds {', '.join(sorted(wrong))}, but a name of a term "
-                        "must be its own, and a name of a metric must not begin with loss_: rename it."
+                        f"{type(term).__name__} adds {', '.join(sorted(wrong))}, but the name of a term "
+                        "must be unique, and the name of a metric must not begin with loss_: rename it."
                     )
                 out |= metrics
                 for name in added:

@@ -171,7 +171,7 @@ class RewardFunction:
         hint = load_extra("explain_arguments")(missing, sorted(available)) if missing else ""
         if not hint and not self._takes_rest and not (self._names - set(self.options)) & available:
             raise ValueError(
-                f"reward {self.name} must take something of a response, such as `response` or "
+                f"reward {self.name} must have a parameter for a response, such as `response` or "
                 f"`completions`, but its parameters are {sorted(self._names)}: if it returns a "
                 f"reward function, call it in a file of your own, `my_{self.name} = "
                 f"{self.name}(...)`, and use file.py:my_{self.name}."

@@ -218,7 +218,7 @@ class GroupAdvantage(BatchTransform):
                 raise ValueError(f"{name}={value} must be in [0, 1]: use 1.0.")
             if value != 1 and level == "sequence":
                 raise ValueError(
-                    f"{name}={value} must be 1 with level={level!r}, nothing reads it: use "
+                    f"{name}={value} must be 1 with level={level!r}, which ignores it: use "
                     "level='token'."
                 )
         reward_key = reward_key or rewards_key or _REWARD_KEYS[level]
@@ -321,7 +321,7 @@ class GroupAdvantage(BatchTransform):
         if wrong.numel():
             raise ValueError(
                 f"each group of the batch must have repeats={self.repeats} members, "
-                f"{wrong.numel()} of {ids.numel()} have not (the first has {int(wrong[0])}): pass "
+                f"{wrong.numel()} of {ids.numel()} do not (the first has {int(wrong[0])}): pass "
                 "whole groups, each once; a prompt that was drawn twice is two groups, which "
                 f"group_key='group_id' tells apart and {self.group_key!r} may not."
             )
@@ -515,7 +515,7 @@ class GroupAdvantage(BatchTransform):
         if self.level != "sequence" or self.mean == "length_weighted":
             name, usual = ("level", "sequence") if self.level != "sequence" else ("mean", "group")
             raise RuntimeError(
-                f"{name}={getattr(self, name)!r} must get finished sequences, GroupAdvantage is in "
+                f"{name}={getattr(self, name)!r} must get finished sequences, but GroupAdvantage is in "
                 "an environment, where a step has one turn of them: call it on the collector's "
                 f"batch, put it into a ReplayBuffer, or use {name}={usual!r}."
             )

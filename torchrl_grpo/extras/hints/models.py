@@ -54,7 +54,9 @@ def check_model_name(name: str) -> None:
         return
     if path.is_dir():
         if not (path / "config.json").is_file() and (fix := _instead_of(path)):
-            raise ValueError(f"model.name={name} must be a folder with a whole model, but {fix}.")
+            raise ValueError(
+                f"model.name={name} must be a folder with a complete model, but {fix}."
+            )
         return
     hub_name = name.partition("@")[0]
     if not path.exists() and _is_hub_name(hub_name):
@@ -72,7 +74,7 @@ def check_model_name(name: str) -> None:
             wrong = "a shell does not expand ~ after a ="
     raise ValueError(
         f"model.name={name} must be a folder with a model, or a name on the Hugging Face hub such "
-        f"as OWNER/NAME, but {wrong}: check the path, or use model.name=starter, which is shipped "
+        f"as OWNER/NAME, but {wrong}: check the path, or use model.name=starter, which is included "
         "with the package."
     )
 

@@ -28,6 +28,17 @@ def own(response: str) -> float | None:
     return None if response.startswith("n") else float(response[:1] == "1")
 
 
+def said(response: str) -> dict[str, Any]:
+    return {"": 1.0, "feedback": f"own {response}"} if response != "22" else {"": 1.0}
+
+
+def said_to_group(responses: Sequence[str]) -> list[Any]:
+    return [
+        {"": float(i), "feedback": f"{text}\nof group"} if text != "4444" else 0.0
+        for i, text in enumerate(responses)
+    ]
+
+
 class Counting:
     """An environment whose episodes have as many turns as the first letter says."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,15 @@ import pytest
 from tensordict import TensorDictBase
 from transformers import AutoTokenizer
 
-from tests.support.comparisons import Counting, longer, longer_later, own, play_twice
+from tests.support.comparisons import (
+    Counting,
+    longer,
+    longer_later,
+    own,
+    play_twice,
+    said,
+    said_to_group,
+)
 from tests.support.configs import compose_config
 from tests.support.envs import END, ScriptedEngine
 from tests.support.runs import run
@@ -60,7 +70,7 @@ def play(
 
     engine.generate = generate
     repeats = len(texts)
-    workers = RewardPool(task, 2, timeout_s=20) if pool else None
+    workers = RewardPool(task, 2, timeout_s=300) if pool else None
     env = LLMEnv(
         task, TOKENIZER, num_envs=groups * repeats, repeats=repeats, max_turns=turns,
         reward_pool=workers,
@@ -101,17 +111,6 @@ def test_invalid_members_do_not_shift_the_others_rewards(
         batch["correct" if "correct" in batch else ("next", "correct")].squeeze(-1).tolist()
         == [True, False, True, False, False] * 2
     )
-
-
-def said(response: str) -> dict[str, Any]:
-    return {"": 1.0, "feedback": f"own {response}"} if response != "22" else {"": 1.0}
-
-
-def said_to_group(responses: Sequence[str]) -> list[Any]:
-    return [
-        {"": float(i), "feedback": f"{text}\nof group"} if text != "4444" else 0.0
-        for i, text in enumerate(responses)
-    ]
 
 
 def said_by_trl(completions: Sequence[str]) -> list[Any]:
@@ -216,26 +215,52 @@ def test_a_malformed_result_makes_the_group_invalid(result: Any) -> None:
     assert "broken" in sample_rows(batch, "train")[0]["error"]
 
 
-def test_a_function_that_sorts_its_argument_in_place_gives_no_reward() -> None:
-    def by_sort(responses: list[str]) -> list[float]:
-        order = responses
-        order.sort()
-        return [float(order.index(text)) for text in responses]
+def by_sort(responses: list[str]) -> list[float]:
+    order = responses
+    order.sort()
+    return [float(order.index(text)) for text in responses]
 
-    def by_reverse(completions: list[str]) -> list[float]:
-        completions.reverse()
-        return [float(len(text)) for text in completions]
 
-    def edits_entries(responses: list[str]) -> list[float]:
+def by_reverse(completions: list[str]) -> list[float]:
+    completions.reverse()
+    return [float(len(text)) for text in completions]
+
+
+def by_shuffle(responses: list[str]) -> list[float]:
+    random.Random(1).shuffle(responses)
+    return [float(len(text)) for text in responses]
+
+
+async def by_slice(messages: list[Any], responses: list[str]) -> list[float]:
+    messages[:] = messages[::-1]
+    return [float(len(chat[-1]["content"])) for chat in messages]
+
+
+@pytest.mark.parametrize("reorder", [by_sort, by_reverse, by_shuffle, by_slice])
+def test_a_function_that_reorders_its_lists_gives_no_reward(reorder: Callable[..., Any]) -> None:
+    task = with_rewards({"fn": reorder, "per": "group", "name": "f"})
+    batch = play(task, ["333", "1", "22"])
+    assert outcomes(batch) == [(0.0, False, None)] * 3
+    assert "must keep their order" in sample_rows(batch, "train")[0]["error"]
+
+
+def test_entries_may_be_changed_and_copies_reordered() -> None:
+    def edit(responses: list[str]) -> list[float]:
+        responses[:] = [text.strip("3") for text in responses]
         responses[0] += "xxx"
         return [float(len(text)) for text in responses]
 
-    texts = ["333", "1", "22"]
-    for mutates in (by_sort, {"fn": by_reverse, "per": "group"}):
-        assert outcomes(play(with_rewards(mutates), texts)) == [(0.0, False, None)] * 3
-    both = outcomes(play(with_rewards([edits_entries, longer]), texts))
-    assert [parts["edits_entries"] for *_, parts in both] == [6, 1, 2]
-    assert [parts["longer"] for *_, parts in both] == [2, 0, 1]
+    def copy_first(responses: list[str]) -> list[float]:
+        for order in (copy.copy(responses), copy.deepcopy(responses), responses[:]):
+            order.sort(key=len)
+            order[0], order[1] = order[1], order[0]
+        responses[0], responses[1] = responses[1], responses[0]  # equal texts
+        return [float(order.index(text)) for text in responses]
+
+    batch = play(with_rewards([edit, copy_first, longer]), ["22", "22", "1"])
+    assert [parts["edit"] for *_, parts in outcomes(batch)] == [5, 2, 1]
+    assert [parts["copy_first"] for *_, parts in outcomes(batch)] == [0, 0, 1]
+    assert [parts["longer"] for *_, parts in outcomes(batch)] == [1, 1, 0]
 
 
 def test_arguments_are_lists_of_the_group_or_shared() -> None:

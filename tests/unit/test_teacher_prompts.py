@@ -28,7 +28,6 @@ from torchrl_grpo.models.divergence import Teacher
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.reward_pool import RewardPool
-from torchrl_grpo.rewards.forms import RewardFunction
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.base import Dialog, Problem
 from torchrl_grpo.tasks.dataset import DatasetTask
@@ -183,12 +182,11 @@ def test_feedback_is_no_part_of_the_reward(files: Path) -> None:
     assert (score.reward, dict(score.parts)) == (0.0, {"graded/reward": 0.0})
     assert score.feedback == "3 is not 2"
     task = WithRewards(make_env(files).task, rewards)
-    pool = RewardPool(task, 1, timeout_s=30)
+    pool = RewardPool(task, 1, timeout_s=300)
     try:
         assert pool.submit(dialog).result().score.feedback == "3 is not 2"
     finally:
         pool.close()
-    assert RewardFunction.feedback({"reward": 1.0, "feedback": 0.5}) == ""
 
 
 def prompted() -> TensorDictBase:

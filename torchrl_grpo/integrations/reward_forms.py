@@ -19,12 +19,19 @@ With ``per: group``, the lists in TRL's form hold all responses of the group.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from itertools import chain
 from numbers import Real
 from typing import Any
 
-from torchrl_grpo.rewards.forms import ENVIRONMENTS, FOREIGN_NAMES, IMAGES, Arguments, Form
+from torchrl_grpo.rewards.forms import (
+    ENVIRONMENTS,
+    FOREIGN_NAMES,
+    IMAGES,
+    Arguments,
+    Form,
+    plain_result,
+)
 
 _RESPONSE_NAMES = ("solution_str", "model_output", "predict_str")
 """Names of the response in verl's functions."""
@@ -84,16 +91,29 @@ def _trl(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
 
 
 class _Members(list[Any]):
-    """List with an entry for each response. Sorted in place, it would give rewards to the wrong ones."""
+    """List with an entry for each response. In another order, it would give rewards to the wrong ones."""
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        super().__init__(entries)
+        self._entries = [*self]
 
     def sort(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError(
             "lists of a group reward function must keep their order, which is that of its rewards: "
-            "use sorted() or reversed(), which leave a list as it is."
+            "use sorted(), reversed() or random.sample(), which leave a list as it is."
         )
 
     def reverse(self) -> None:
         self.sort()
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(index, value)
+        is_reordered = sorted(map(id, self)) == sorted(map(id, self._entries))
+        if is_reordered and self != self._entries:
+            self.sort()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ([*self],)  # a copy may have any order
 
 
 def _trl_group(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
@@ -131,10 +151,6 @@ def _split(name: str, result: Any, size: int) -> list[Any]:
     return entries
 
 
-def _entry(name: str, result: Any) -> Any:
-    return result
-
-
 def _verl(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
     model, extra = columns.get("reward_model"), columns.get("extra_info")
     truth = columns.get("ground_truth", facts["answer"])
@@ -167,12 +183,16 @@ def _verl_result(name: str, result: Any) -> Any:
         raise ValueError(
             f"reward {name} must return a score, but its dict has {sorted(result)}: add `score`."
         )
-    numbers = {key: value for key, value in result.items() if isinstance(value, Real)}
-    numbers.pop("score", None)
-    return {"": result["score"]} | numbers
+    rest = {
+        key: value
+        for key, value in result.items()
+        if isinstance(value, Real) or (key == "feedback" and isinstance(value, str))
+    }
+    rest.pop("score", None)
+    return {"": result["score"]} | rest
 
 
 _TRL = Form(_trl, _trl_result)
 _VERL = Form(_verl, _verl_result)
-_GROUP = Form(_group, _entry, _split)
-_TRL_GROUP = Form(_trl_group, _entry, _split)
+_GROUP = Form(_group, plain_result, _split)
+_TRL_GROUP = Form(_trl_group, plain_result, _split)

@@ -40,15 +40,15 @@ class Form:
 
 
 def _plain_arguments(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
-    names = (*FACTS, *(facts.keys() & _OCCASIONAL_FACTS))
-    return columns | {name: facts[name] for name in names}, columns
+    return columns | {name: facts[name] for name in facts.keys() & _ALL_FACTS}, columns
 
 
-def _plain_result(name: str, result: Any) -> Any:
+def plain_result(name: str, result: Any) -> Any:
+    """Return a result that has the form of ours."""
     return result
 
 
-_PLAIN = Form(_plain_arguments, _plain_result)
+_PLAIN = Form(_plain_arguments, plain_result)
 FOREIGN_NAMES = {
     "completions",
     "completion_ids",
@@ -58,12 +58,11 @@ FOREIGN_NAMES = {
     "predict_str",
 }
 """Parameters of other libraries' functions."""
-_PLAIN_NAMES = set(FACTS) - {"answer"}
 ENVIRONMENTS = {"environments"}
 """Argument if environments play the dialogs: a list of the response's environment."""
 IMAGES = {"images"}
 """Argument if problems have images: a list of PIL images."""
-_OCCASIONAL_FACTS = ENVIRONMENTS | IMAGES
+_ALL_FACTS = {*FACTS} | ENVIRONMENTS | IMAGES
 _ABSENT = object()
 _EMPTY_FACTS: Arguments = dict.fromkeys(
     (*FACTS, "prompt_column", "prompt_messages", "completion_messages", "dataset")
@@ -91,8 +90,8 @@ class RewardFunction:
 
     >>> def short(response, limit): return len(response) < limit
     >>> reward = RewardFunction(short, RewardEntry("my.py:short", "short", 1.0, {"limit": 3}))
-    >>> reward.parts(reward.call({**_EMPTY_FACTS, "response": "yes"}, {}))
-    {'short': 0.0}
+    >>> reward.read(reward.call({**_EMPTY_FACTS, "response": "yes"}, {}))
+    ({'short': 0.0}, '')
     """
 
     def __init__(self, function: Callable[..., Any], entry: RewardEntry) -> None:
@@ -131,7 +130,7 @@ class RewardFunction:
         if (
             per_group
             or self._names & FOREIGN_NAMES
-            or (self._names & ENVIRONMENTS and not self._names & _PLAIN_NAMES)
+            or (self._names & ENVIRONMENTS and not self._names & {*FACTS} - {"answer"})
         ):
             self.form = load_extra("reward_form")(
                 self.name, self._names, bool(self._weighted_parts), per_group
@@ -201,33 +200,24 @@ class RewardFunction:
         arguments = arguments | {name: by_name[name] for name in by_name.keys() & self._names}
         return self.function(**arguments | self.options)
 
-    @staticmethod
-    def feedback(result: Any) -> str:
-        """Return the text ``feedback`` of a result; empty without one."""
-        text = result.get("feedback") if isinstance(result, Mapping) else None
-        return text if isinstance(text, str) else ""
-
-    def parts(self, result: Any) -> dict[str, float | None]:
-        """Return the parts of a result by name; None for a part that does not apply.
+    def read(self, result: Any) -> tuple[dict[str, float | None], str]:
+        """Return the parts of a result by name, None for one that does not apply, and its text
+        ``feedback``, empty without one.
 
         Raises:
             ValueError: the result is not a reward.
         """
         result = self.form.result(self.name, result)
-        if not isinstance(result, Mapping):
-            result = {"": result}
+        result = dict(result) if isinstance(result, Mapping) else {"": result}
+        text = result.pop("feedback") if isinstance(result.get("feedback"), str) else ""
         if not self._weighted_parts <= set(result):
             raise ValueError(
                 f"reward {self.name} must return the parts that have a weight, "
                 f"{sorted(self._weighted_parts)}, but it returned {sorted(map(str, result))}: "
                 "return None for a part that does not apply."
             )
-        by_name = {
-            (f"{self.name}/{key}") if key else self.name: value
-            for key, value in result.items()
-            if not (key == "feedback" and isinstance(value, str))
-        }
-        return {
-            name: None if value is None else check_reward(value, f"reward {name}")
-            for name, value in by_name.items()
-        }
+        parts = {}
+        for key, value in result.items():
+            name = f"{self.name}/{key}" if key else self.name
+            parts[name] = None if value is None else check_reward(value, f"reward {name}")
+        return parts, text

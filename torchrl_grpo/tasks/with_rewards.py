@@ -189,8 +189,10 @@ class Rewards:
     def _score(self, functions: Sequence[RewardFunction], results: Sequence[Any]) -> Score:
         parts: dict[str, float | None] = {}
         correct: bool | None = None
+        texts: list[str] = []
         for function, result in zip(functions, results, strict=True):
-            named_parts = function.parts(result)
+            named_parts, text = function.read(result)
+            texts.append(text)
             parts |= named_parts
             if correct is None:
                 correct = _is_correct(function.name, named_parts)
@@ -205,7 +207,6 @@ class Rewards:
                 "return 0.0 where a response is wrong, because None leaves a reward out.",
                 "none",
             )
-        texts = map(RewardFunction.feedback, results)
         return Score(sum(terms), bool(correct), parts, "\n".join(filter(None, texts)))
 
 

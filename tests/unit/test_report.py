@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+import tracemalloc
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -378,6 +379,31 @@ def test_groups_of_samples_with_the_widest_rewards_come_first(tmp_path: Path) ->
     text = parse(write_report(tmp_path)).text()
     places = [text.index(part) for part in ("<user>q7", "7-1", "7-0", "8-1", "8-0", "3-0", "3-1")]
     assert places == sorted(places) and text.count("<user>q7") == 1
+
+
+def test_a_report_needs_little_memory_for_many_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are not read, and only the last step's training samples are kept."""
+    monkeypatch.setattr("torchrl_grpo.extras.report.report.has_matplotlib", lambda: False)
+    log_run(tmp_path, steps=1)
+    write_report(tmp_path)  # loads the template
+    tokens = {"text": ["x"] * 500, "log_prob": [-0.5] * 500}
+    with (tmp_path / "samples.jsonl").open("w") as file:
+        for step in range(100):
+            for split, rows in (("train", 8), ("test", 2)):
+                for row in range(rows):
+                    sample = {"step": step, "split": split, "query": f"q{row}", "reward": 1.0}
+                    texts = {"response": f"r{step}.{row}" + "x" * 1000, "tokens": tokens}
+                    file.write(json.dumps(sample | texts) + "\n")
+    tracemalloc.start()
+    page = write_report(tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    text = parse(page).text()
+    assert peak < (tmp_path / "samples.jsonl").stat().st_size / 2
+    assert all(f"r{step}.{row}x" in text for step in (0, 99) for row in range(2))
+    assert all(f"r99.{row}x" in text for row in range(8)) and "r98." not in text
 
 
 def test_demonstrations_have_no_reward_in_the_report(

@@ -13,7 +13,7 @@ import yaml
 
 from tests.support.hostile import HOSTILE, SHOWN
 from torchrl_grpo.extras.report import comparison
-from torchrl_grpo.extras.report.records import read_tests
+from torchrl_grpo.extras.report.records import read_samples
 from torchrl_grpo.extras.report.summary import objective, summarize
 from torchrl_grpo.extras.report.sweep import main
 from torchrl_grpo.extras.report.sweep_report import influence, read_jobs, varying_keys, write_sweep
@@ -175,14 +175,14 @@ def test_samples_are_read_one_by_one_and_only_the_last_tests_are_kept(tmp_path: 
             file.writelines(line(step, "test", number) for number in range(3))
         file.write(line(100, "test", 0)[:-1])  # a crash cut it off
     tracemalloc.start()
-    rows = comparison.tests_of(read_tests(path))
+    rows = comparison.tests_of(read_samples(path))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert [(row["step"], row["query"]) for row in rows.values()] == [
         (99, "q0"), (99, "q1"), (99, "q2"),
     ]  # fmt: skip
     assert peak < path.stat().st_size / 10
-    assert comparison.tests_of(read_tests(tmp_path / "none")) == {}
+    assert comparison.tests_of(read_samples(tmp_path / "none")) == {}
 
 
 def test_runs_are_compared_with_the_best_one_and_corrected(sweep: Path) -> None:

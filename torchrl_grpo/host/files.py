@@ -32,16 +32,16 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         return []
-    return [row for line in whole_lines(path) if (row := parse_row(line)) is not None]
+    return [row for line in whole_lines(path) if is_row(row := read_row(line))]
 
 
-def parse_row(line: str) -> dict[str, Any] | None:
-    """Return the row on a line; None if the line is not a row."""
+def read_row(line: str | bytes) -> dict[str, Any]:
+    """Return the mapping on a line; empty if the line is not one."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and is_row(row) else None
+        return {}
+    return row if isinstance(row, dict) else {}
 
 
 def is_row(row: Mapping[str, Any]) -> bool:

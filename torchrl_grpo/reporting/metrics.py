@@ -31,8 +31,9 @@ from torchrl_grpo.host.files import (
     SAMPLES_FILE,
     TIMELINE_FILE,
     is_full,
-    parse_row,
+    is_row,
     read_jsonl,
+    read_row,
     thumbnail_name,
     whole_lines,
 )
@@ -346,8 +347,7 @@ def _keep_rows(path: Path, below: int | None = None) -> dict[str, Any]:
         return {}
     lines, last, bad = [], dict[str, Any](), list[int]()
     for number, line in enumerate(whole_lines(path), start=1):
-        row = parse_row(line)
-        if row is None:
+        if not is_row(row := read_row(line)):
             bad.append(number)
         elif below is None or row["step"] < below:
             lines.append(line)

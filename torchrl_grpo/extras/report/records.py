@@ -10,10 +10,12 @@ from typing import Any
 import yaml
 
 from torchrl_grpo.extras.run_files import load_yaml, read_inside
-from torchrl_grpo.host.files import parse_row
+from torchrl_grpo.host.files import is_row, read_row
 from torchrl_grpo.host.text import printable_lines
 
 OVERRIDES = ".hydra/overrides.yaml"
+TOKENS = ', "tokens": {'
+"""Beginning of a sample's last key. Inside a text its quotes would be escaped."""
 
 
 def problem_of(row: Mapping[str, Any]) -> int | str:
@@ -26,16 +28,16 @@ def problem_of(row: Mapping[str, Any]) -> int | str:
     return str(row.get("query")) if number is None else number
 
 
-def read_tests(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of test problems in a ``samples.jsonl``, one at a time, because the file may be
-    larger than the memory; none if it does not exist.
+def read_samples(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a ``samples.jsonl`` without their tokens, one at a time, because the file may
+    be larger than the memory; none if it does not exist.
     """
     if path.exists():
         with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
             for line in file:
-                is_candidate = '"test"' in line and line.endswith("\n")
-                row = parse_row(line) if is_candidate else None
-                if row is not None and row.get("split") == "test":
+                head, tokens, _ = line.partition(TOKENS)
+                row = read_row(head + "}" * bool(tokens)) if line.endswith("\n") else {}
+                if is_row(row):
                     yield row
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import jinja2
 
-from torchrl_grpo.extras.report.comparison import compare_tests, tests_of
+from torchrl_grpo.extras.report.comparison import Problem, compare_tests, tests_of
 from torchrl_grpo.extras.report.panels import ACTIVITY_COLORS, NO_CURVES, has_matplotlib, panels_of
 from torchrl_grpo.extras.report.records import (
-    problem_of,
+    read_samples,
     run_names,
     run_title,
     valid_reward,
@@ -43,6 +43,8 @@ _HALF_GROUP = 2
 _MAX_TEXT_LENGTH = 2000
 
 Row = Mapping[str, Any]
+Tests = Mapping[int, Mapping[Problem, Row]]
+"""Rows of test problems, by step."""
 
 
 def write_report(directory: str | os.PathLike[str]) -> Path:
@@ -69,7 +71,7 @@ def write_report(directory: str | os.PathLike[str]) -> Path:
 
         save_png(records, directory / "curves.png", f"{title}: {name}")
         panels = [(panel, panel_svg(panel, records)) for panel in panels_of(records)]
-    samples = read_jsonl(directory / SAMPLES_FILE)
+    tests, trained = _read_samples(directory / SAMPLES_FILE)
     config = _read(directory / ".hydra" / "config.yaml")
     environment = _environment(directory)
     page = page_template("report.html.j2").render(
@@ -79,9 +81,9 @@ def write_report(directory: str | os.PathLike[str]) -> Path:
         summary=summary_of(records),
         panels=panels,
         times=_times(records),
-        changes=_changes(samples),
-        tested=_tested(samples),
-        trained=_trained(samples),
+        changes=_changes(tests),
+        tested=_tested(tests),
+        trained=_trained(trained),
         pictures=partial(_pictures, directory),
         environment=environment,
         config=config,
@@ -99,6 +101,24 @@ def title_of(directory: Path) -> str:
     )
 
 
+def _read_samples(path: Path) -> tuple[Tests, list[Row]]:
+    """Return the test problems of each evaluation, in order, and the rows of the last step that
+    trained.
+    """
+    tested: dict[int, list[Row]] = {}
+    trained = list[Row]()
+    for row in read_samples(path):
+        step = row["step"]
+        if row.get("split") == "test":
+            tested.setdefault(step, []).append(row)
+            continue
+        if trained and step > trained[0]["step"]:
+            trained.clear()
+        if not trained or step == trained[0]["step"]:
+            trained.append(row)
+    return {step: tests_of(tested[step], step) for step in sorted(tested)}, trained
+
+
 def _times(records: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the stages of the run's wall time that are not 0, in seconds."""
     parts = [stage_seconds(record) for record in records]
@@ -110,50 +130,39 @@ def _times(records: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def _changes(samples: Sequence[Row]) -> list[tuple[int, str, float, str]]:
+def _changes(tests: Tests) -> list[tuple[int, str, float, str]]:
     """Return step, decoding, accuracy and comparison of each evaluation with the first one."""
-    steps = sorted({row["step"] for row in samples if row.get("split") == "test"})
-    tests = [tests_of(samples, step) for step in steps]
     changes = []
     for decoding in ("greedy", "sampled"):
-        for step, after in zip(steps[1:], tests[1:], strict=True):
-            comparison = compare_tests(tests[0], after, sampled=decoding == "sampled")
+        for step in [*tests][1:]:
+            comparison = compare_tests(
+                tests[min(tests)], tests[step], sampled=decoding == "sampled"
+            )
             if comparison is not None:
                 changes.append((step, decoding, comparison.after, comparison.text))
     return changes
 
 
-def _tested(samples: Sequence[Row]) -> dict[str, Any] | None:
+def _tested(tests: Tests) -> dict[str, Any] | None:
     """Return the test problems sampled at the first and at the last evaluation, side by side."""
-    by_step: dict[int, dict[Any, Row]] = {}
-    for row in samples:
-        if row.get("split") == "test":
-            by_step.setdefault(row["step"], {}).setdefault(problem_of(row), row)
-    if not by_step:
+    if not tests:
         return None
-    steps = sorted({min(by_step), max(by_step)})
-    queries = {
-        problem: row.get("query") for step in steps for problem, row in by_step[step].items()
-    }
-    order = list(dict.fromkeys(problem for step in reversed(steps) for problem in by_step[step]))[
-        :_MAX_SAMPLES
-    ]
+    steps = sorted({min(tests), max(tests)})
+    order = dict.fromkeys(problem for step in reversed(steps) for problem in tests[step])
     problems = [
-        (queries[problem], [by_step[step].get(problem) for step in steps]) for problem in order
+        (problem[1], [tests[step].get(problem) for step in steps])
+        for problem in [*order][:_MAX_SAMPLES]
     ]
     return {"steps": steps, "problems": problems}
 
 
-def _trained(samples: Sequence[Row]) -> list[Row]:
-    """Return the latest training samples, group by group: first those whose rewards differ most;
+def _trained(rows: Sequence[Row]) -> list[Row]:
+    """Return training samples, group by group: first those whose rewards differ most;
     of a large group those with the highest and the lowest rewards.
     """
-    rows = [row for row in samples if row.get("split") != "test"]
-    last = max((row["step"] for row in rows), default=None)
     groups: dict[Any, list[Row]] = {}
     for position, row in enumerate(rows):
-        if row["step"] == last:
-            groups.setdefault(row.get("group", f"row {position}"), []).append(row)
+        groups.setdefault(row.get("group", f"row {position}"), []).append(row)
     by_spread = sorted(groups.values(), key=_spread, reverse=True)
     shown = list[Row]()
     for group in by_spread:

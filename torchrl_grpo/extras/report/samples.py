@@ -26,9 +26,9 @@ from rich.table import Table
 from rich.text import Text
 
 from torchrl_grpo.extras.report.comparison import compare_tests, tests_of
-from torchrl_grpo.extras.report.records import passes, problem_of, read_tests, valid_reward
+from torchrl_grpo.extras.report.records import passes, problem_of, read_samples, valid_reward
 from torchrl_grpo.extras.run_files import read_thumbnail
-from torchrl_grpo.host.files import SAMPLES_FILE, read_jsonl, thumbnail_name
+from torchrl_grpo.host.files import SAMPLES_FILE, thumbnail_name
 from torchrl_grpo.host.text import number, percent, printable_lines, reward_text
 
 Row = Mapping[str, Any]
@@ -57,7 +57,7 @@ def main(
         parser.error(
             "--sort=change needs two samples of a problem: add --compare, or sort by reward."
         )
-    rows = read_jsonl(paths[-1])
+    rows = [*read_samples(paths[-1])]
     prompt = partial(_prompt, paths[-1].parent)
     matches = [row for row in rows if _belongs(row, options)]
     console = Console(file=file, width=width, highlight=False)
@@ -65,7 +65,7 @@ def main(
         found = compare(matches)
         if options.compare:
             old, new = (
-                tests_of(read_tests(path), _step_of(name))
+                tests_of(read_samples(path), _step_of(name))
                 for name, path in zip(names, paths, strict=True)
             )
             common = [problem for problem in old if problem in new]

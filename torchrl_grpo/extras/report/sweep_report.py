@@ -18,7 +18,7 @@ from typing import Any
 
 from torchrl_grpo.extras.report.comparison import adjust, compare_tests, tests_of
 from torchrl_grpo.extras.report.panels import COLORS, LOSS, PANELS, Panel, has_matplotlib, series
-from torchrl_grpo.extras.report.records import OVERRIDES, overrides_of, read_tests, short_value
+from torchrl_grpo.extras.report.records import OVERRIDES, overrides_of, read_samples, short_value
 from torchrl_grpo.extras.report.report import page_template, title_of
 from torchrl_grpo.extras.report.summary import merge_steps, objective, summarize
 from torchrl_grpo.host.files import METRICS_FILE, SAMPLES_FILE, read_jsonl
@@ -98,7 +98,7 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
             "there is no such job: use a folder such as multirun/2026-01-31/12-00-00."
         )
     keys = varying_keys(jobs)
-    ranked = sorted(jobs, key=_rank)
+    ranked = sorted(jobs, key=lambda job: math.inf if job.outcome is None else -job.outcome)
     tested = any(job.summary["before_step"] is not None for job in jobs)
     settings = _settings(jobs, [key for key in keys if key != "seed"])
     colors = [*_BRIGHT, *[_GRAY] * len(settings)][: len(settings)]
@@ -141,7 +141,7 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
 def _against_best(directory: Path, ranked: Sequence[Job]) -> dict[str, str]:
     """Compare each job's last evaluation with that of the best job, over the same problems."""
     best, *others = [
-        (job.name, tests_of(read_tests(directory / job.name / SAMPLES_FILE))) for job in ranked
+        (job.name, tests_of(read_samples(directory / job.name / SAMPLES_FILE))) for job in ranked
     ]
     comparisons = adjust([compare_tests(best[1], tests) for _, tests in others])
     return {
@@ -153,7 +153,10 @@ def _against_best(directory: Path, ranked: Sequence[Job]) -> dict[str, str]:
 
 def read_jobs(directory: Path) -> list[Job]:
     """Return the jobs of a multirun by number, including those that failed before their first step."""
-    folders = sorted((path.parents[1] for path in directory.rglob(OVERRIDES)), key=_natural)
+    folders = sorted(
+        (path.parents[1] for path in directory.rglob(OVERRIDES)),
+        key=lambda path: [(int(part), "") if part.isdigit() else (-1, part) for part in path.parts],
+    )
     jobs = []
     for folder in folders:
         check_own_files(folder)
@@ -258,11 +261,3 @@ def _number(value: str) -> float:
         return float(value)
     except ValueError:
         return math.inf
-
-
-def _rank(job: Job) -> float:
-    return math.inf if job.outcome is None else -job.outcome
-
-
-def _natural(path: Path) -> tuple[tuple[int, str], ...]:
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in path.parts)

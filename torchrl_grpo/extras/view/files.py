@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from torchrl_grpo.extras.run_files import open_inside
 
@@ -63,12 +62,3 @@ class Tail:
             start = self._end
             self._end += len(line)
             yield start, line
-
-
-def read_row(line: bytes) -> dict[str, Any]:
-    """Parse a line as a mapping; empty if it is not one, because a page shows what it can."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return row if isinstance(row, dict) else {}

@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrl_grpo.extras.report.records import passes, problem_of, valid_reward
-from torchrl_grpo.extras.view.files import Tail, read_row
-from torchrl_grpo.host.files import SAMPLES_FILE, is_row
+from torchrl_grpo.extras.report.records import TOKENS, passes, problem_of, valid_reward
+from torchrl_grpo.extras.view.files import Tail
+from torchrl_grpo.host.files import SAMPLES_FILE, is_row, read_row
 
-_TOKENS = b', "tokens": {'
-"""Beginning of a row's last key. Inside a text its quotes would be escaped."""
 _MAX_SEARCHES = 8
 
 
@@ -78,7 +76,7 @@ class Index:
 
     def add(self, start: int, line: bytes) -> None:
         """Add a line at a position of the file; invalid lines are skipped."""
-        before, has_tokens, _ = line.partition(_TOKENS)
+        before, has_tokens, _ = line.partition(TOKENS.encode())
         row = read_row(before + b"}" if has_tokens else line)
         if not is_row(row):
             return

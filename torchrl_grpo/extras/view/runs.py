@@ -39,7 +39,6 @@ from torchrl_grpo.extras.run_files import load_yaml, read_inside
 from torchrl_grpo.extras.view.files import (
     Tail,
     changed_at,
-    read_row,
 )
 from torchrl_grpo.extras.view.index import Criteria, Samples
 from torchrl_grpo.extras.view.strip import strip_of
@@ -50,6 +49,7 @@ from torchrl_grpo.host.files import (
     TRACE_FILE,
     is_number,
     is_step,
+    read_row,
 )
 from torchrl_grpo.host.text import clip, printable_lines, reward_text
 from torchrl_grpo.host.trees import dotted

@@ -7,8 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchrl_grpo.extras.view.files import Tail, read_row
-from torchrl_grpo.host.files import TIMELINE_FILE, is_number, is_step
+from torchrl_grpo.extras.view.files import Tail
+from torchrl_grpo.host.files import TIMELINE_FILE, is_number, is_step, read_row
 
 _MAX_SPANS = 1500
 """Maximum number of spans to draw individually; more are summarized in columns by kind."""

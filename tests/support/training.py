@@ -72,3 +72,17 @@ def make_trainer(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = optimizer or torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
     return PolicyTrainer(loss, model, optimizer, **({"optim_batch_size": 8} | settings))
+
+
+def peak_of(function: Any) -> int:
+    """Return the peak number of bytes that a function allocates beyond those that existed before."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        function()
+    events = profile.profiler.kineto_results.events()
+    sizes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    total = peak = 0
+    for _, size in sorted(sizes, key=lambda pair: pair[0]):
+        total += size
+        peak = max(peak, total)
+    return peak

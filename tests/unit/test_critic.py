@@ -17,12 +17,15 @@ from torchrl.objectives.value import GAE
 from tests.support.configs import compose_config
 from tests.support.models import make_lora, make_tiny_model
 from tests.support.runs import SMALL, at, run, steps
-from tests.support.training import make_batch
+from tests.support.training import make_batch, peak_of
 from torchrl_grpo import keys
+from torchrl_grpo.assembly.estimates import step_setup
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.extras.export.export import export
 from torchrl_grpo.learner.optimizer import make_optimizer
 from torchrl_grpo.learner.step import PolicyTrainer
+from torchrl_grpo.models.loading import shape_of
+from torchrl_grpo.models.memory import step_memory
 from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.models.segments import Segments
@@ -254,7 +257,7 @@ def test_the_value_loss_is_that_of_trl_and_verl(clip: float | None) -> None:
     assert metrics["value_clip_fraction"] == worse.sum()
     assert (worse.any() and not worse.all()) == (clip is not None)
     share = 1 - (target - before).var(correction=0) / target.var(correction=0)
-    assert metrics["explained_variance"] / 40 == pytest.approx(float(share))
+    assert metrics["explained_variance"] / 40 == pytest.approx(max(-1.0, float(share)))
 
 
 # Training
@@ -339,6 +342,18 @@ def test_without_different_targets_there_is_no_explained_variance() -> None:
     assert math.isfinite(metrics["train/loss_value"])
 
 
+def test_the_explained_variance_of_targets_that_hardly_vary_is_at_least_minus_1() -> None:
+    target = torch.tensor([0.99, 1.0, 1.0, 1.01])
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5])  # 1 - 0.306 / 0.00005
+    t = Tokens(
+        {"value_target": target, "state_value": values, "sample_log_prob": values},
+        Segments.of([4]),
+    )
+    assert Value(0.5).prepare(t)["explained_variance"].tolist() == [-1.0] * 4
+    constant = Tokens(t.values | {"state_value": torch.zeros(4)}, Segments.of([4]))
+    assert Value(0.5).prepare(constant)["explained_variance"].tolist() == [0.0] * 4
+
+
 def test_values_are_those_before_the_first_of_several_steps() -> None:
     scorer = with_critic()
     trainer = make_trainer(scorer, optim_batch_size=4, epochs=2)
@@ -373,6 +388,31 @@ def test_a_critic_learns_the_return_that_a_prompt_announces() -> None:
         batch = advantages(trainer.score(batch), lmbda=1.0)
         shares.append(trainer.train_batch(batch)["train/explained_variance"])
     assert shares[0] == pytest.approx(0, abs=1e-6) and shares[-1] > 0.8
+
+
+@pytest.mark.slow
+def test_the_memory_that_a_critic_takes_in_a_step_is_planned() -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+
+    def memory(coeff: float) -> tuple[int, int]:
+        """Return the measured and the planned peak above what is there between steps."""
+        scorer = with_critic(make_tiny_model(**sizes, num_attention_heads=4, num_key_value_heads=4))
+        loss = GRPOLoss(scorer, value_coeff=coeff, aggregation="token_mean")
+        optimizer = make_optimizer(list(scorer.model.parameters()), lr=1e-4)
+        trainer = PolicyTrainer(loss, scorer.model, optimizer, optim_batch_size=8)
+        batch = rewarded(make_batch((300,) * 8))
+        if coeff:
+            batch = advantages(trainer.score(batch))
+        trainer.train_step(batch)
+        planned = step_memory(shape_of(scorer.model), trainer.setup())
+        return peak_of(lambda: trainer.train_step(batch)), planned.peak - planned.resting
+
+    (without, plan), (measured, planned) = memory(0.0), memory(0.5)
+    assert planned / measured == pytest.approx(1.0, abs=0.1)
+    assert (planned - plan) / (measured - without) == pytest.approx(1.0, abs=0.1)
+    for overrides in ((), ("algo=ppo",)):
+        setup = step_setup(compose_config(*SMALL, *overrides))
+        assert setup.critic == bool(overrides)
 
 
 # Who sees it

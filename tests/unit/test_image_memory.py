@@ -15,6 +15,7 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 from transformers import Idefics3Config, Idefics3ForConditionalGeneration, PreTrainedTokenizerBase
 
 from tests.support.configs import compose_config
+from tests.support.training import peak_of
 from tests.support.vision import MAKERS, TEXT
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.context import Context
@@ -219,20 +220,6 @@ def make_image_batch(groups: int = 8, size: int = 2) -> Any:
             }
             rows.append(TensorDict(row))
     return lazy_stack(rows)
-
-
-def peak_of(function: Any) -> int:
-    """Return the peak number of bytes that a function allocates beyond those that existed before."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        function()
-    events = profile.profiler.kineto_results.events()
-    sizes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    total = peak = 0
-    for _, size in sorted(sizes, key=lambda pair: pair[0]):
-        total += size
-        peak = max(peak, total)
-    return peak
 
 
 @pytest.mark.slow

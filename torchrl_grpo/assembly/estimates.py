@@ -81,4 +81,5 @@ def step_setup(config: GRPOConfig) -> StepSetup:
         offloads=model.cpu_offload,
         averages=len(config.averages),
         trains_vision=model.train_vision,
+        critic=config.policy.value_coef > 0,
     )

@@ -220,6 +220,7 @@ class PolicyTrainer:
             averages=len(self.averages),
             images=features / tokens,
             trains_vision=any(p.requires_grad for _, p in vision_parameters(base)),
+            critic="value" in self._scores_before,
         )
 
     @property

@@ -171,6 +171,7 @@ class StepSetup:
         images: share of the tokens that are features of images.
         trains_vision: whether the image encoder is trained. Otherwise each rank holds it whole,
             without gradients and moments, and computes an image at a time.
+        critic: whether the loss reads a critic's values.
     """
 
     tokens: int
@@ -188,6 +189,7 @@ class StepSetup:
     averages: int = 0
     images: float = 0.0
     trains_vision: bool = False
+    critic: bool = False
 
     def of_batch(self, tokens: float, longest: float) -> StepSetup:
         """Return the setup of steps with this many tokens, in passes of the same size as this
@@ -283,6 +285,8 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
 
     layer = setup.tokens * _layer_bytes(shape, setup)
     kept = _kept_bytes(shape, setup, setup.tokens)
+    # In float32, the states that the critic reads and their product with its weight.
+    kept += 8 * setup.critic * setup.tokens * shape.hidden
     vision = 0
     if shape.vision is not None and setup.trains_vision:
         patches = math.ceil(setup.tokens * setup.images) * shape.patches

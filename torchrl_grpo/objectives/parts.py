@@ -511,17 +511,15 @@ class Value(Term):
         return ("explained_variance",) if self.active else ()
 
     def prepare(self, t: Tokens) -> dict[str, Tensor]:
-        """Return the share of the targets' variance that the values before the first step explain; NaN
-        if there is none.
+        """Return the share of the targets' variance that the values before the first step explain, at
+        least -1, as RLlib does; NaN without variance.
         """
         if not self.active:
             return {}
-        target, dtype = t["value_target"].double(), t["sample_log_prob"].dtype
-        error, whole = (
-            (part - part.mean()).square().mean() for part in (target - t["state_value"], target)
-        )
-        share = torch.where(whole > 1e-12, 1 - error / whole, math.nan)
-        return {"explained_variance": share.to(dtype).expand(len(target))}
+        target = t["value_target"].double()
+        error, whole = (part.var(correction=0) for part in (target - t["state_value"], target))
+        share = torch.where(whole > 1e-12, (1 - error / whole).clamp(min=-1), math.nan)
+        return {"explained_variance": share.to(t["sample_log_prob"]).expand(len(target))}
 
     def forward(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """Return half of the larger square: of the value's distance from its target, or of the

@@ -48,7 +48,9 @@ def explain_scoring_memory(
     of_weights = next(model.parameters()).element_size()
     of_pass = of_weights if scoring.autocast_dtype is None else 2
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    activations = forward_memory(shape_of(model), tokens, of_pass)
+    shape = shape_of(model)
+    # Three times a layer's gates, its input and its output.
+    activations = tokens * of_pass * (3 * shape.inner + 2 * shape.hidden)
     half = len(each.rows.scored) // 2  # half of the sampled tokens
     knobs: dict[str, float] = {}
     if len(each.index) > 1:
@@ -105,18 +107,6 @@ def explain_sampling_memory(
         knobs["inference_model.dtype=bfloat16"] = weights // 2
     holds = {"weights": weights, f"keys, values and logits of {prompts * n} responses": whole}
     return memory_short(error, "Sampling", holds, knobs)
-
-
-def forward_memory(shape: Shape, tokens: int, number: int) -> int:
-    """Return the bytes of activations of a forward-only pass: three times a layer's gates, its
-    input and its output.
-
-    Args:
-        shape: shape of the model.
-        tokens: number of tokens in the pass.
-        number: bytes per activation.
-    """
-    return tokens * number * (3 * shape.inner + 2 * shape.hidden)
 
 
 def savings(shape: Shape, setup: StepSetup) -> dict[str, int]:

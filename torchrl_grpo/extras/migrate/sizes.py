@@ -80,7 +80,11 @@ def sizes(
             "policy.behaviour_weight": "mask" if weight == "none" else weight,
         }
     refresh_steps = quantities.get("refresh_optimizer_steps")
-    if refresh_steps and config.get("policy.kl_coef") and not _has_lora(config):
+    if (
+        refresh_steps
+        and config.get("policy.kl_coef")
+        and not config.get("train_model.lora.enabled")
+    ):
         ours["ref_model.refresh_every"] = max(1, round(refresh_steps / batch.steps))
     if quantities.get("lora_rank"):
         ours |= {"train_model.lora.enabled": True, "train_model.lora.r": quantities["lora_rank"]}
@@ -98,10 +102,6 @@ def sizes(
     if "wandb" in str(quantities.get("loggers")):
         ours["logging.wandb.mode"] = "online"
     return ours
-
-
-def _has_lora(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("train_model.lora.enabled"))
 
 
 def _batch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -41,6 +41,20 @@ class Judge:
         url = f"http://127.0.0.1:{self.server.server_port}/v1"
         self.options = {"url": url, "model": "judge", "retries": 0}
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+
+def serving(make: Callable[[Any], Any]) -> Iterator[Callable[[Any], Any]]:
+    """Yield a function that makes a judge from a rule; their servers end with the generator."""
+    judges: list[Any] = []
+
+    def start(rule: Any) -> Any:
+        judges.append(make(rule))
+        return judges[-1]
+
+    yield start
+    for judge in judges:
+        judge.server.shutdown()
+        judge.server.server_close()
 
 
 def shown(question: str) -> list[str]:

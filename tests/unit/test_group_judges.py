@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.judges import Judge, by_length, shown
+from tests.support.judges import Judge, by_length, serving, shown
 from torchrl_grpo.tasks.base import Dialog, Problem, Score
 from torchrl_grpo.tasks.with_rewards import make_rewards
 
@@ -21,16 +21,7 @@ pytest.importorskip("httpx2")
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Callable[[str], str]], Judge]]:
-    judges: list[Judge] = []
-
-    def start(rule: Callable[[str], str]) -> Judge:
-        judges.append(Judge(rule))
-        return judges[-1]
-
-    yield start
-    for judge in judges:
-        judge.server.shutdown()
-        judge.server.server_close()
+    yield from serving(Judge)
 
 
 def by_place(question: str) -> str:
@@ -110,6 +101,7 @@ def test_a_slow_or_dead_judge_is_an_error_and_is_asked_again_later(serve: Any) -
         with pytest.raises(RuntimeError, match="must answer"):
             ranked(judge, ["a", "bb"])
     over.set()
+    judge.options["timeout_s"] = 60
     assert ranked(judge, ["a", "bb"]).parts["1/judge_ranking"] == 1
 
 

@@ -353,6 +353,25 @@ def test_the_first_entry_of_a_tuple_from_a_function_of_verl_is_the_score() -> No
         parts(lambda response: (1.0, 2.0), name="f")
 
 
+def test_feedback_is_kept_in_every_form() -> None:
+    def by_response(response: str) -> dict[str, Any]:
+        return {"reward": 1.0, "feedback": "ours"}
+
+    def by_trl(completions: list[str], **kwargs: Any) -> list[Any]:
+        return [{"reward": 1.0, "feedback": "TRL's"}]
+
+    def by_verl(solution_str: str) -> dict[str, Any]:
+        return {"score": 1.0, "feedback": "verl's", "pred": "42"}
+
+    score = make_rewards([by_response, by_trl, by_verl])(dialog())
+    assert score.feedback == "ours\nTRL's\nverl's"
+    assert score.parts == {"by_response/reward": 1.0, "by_trl/reward": 1.0, "by_verl": 1.0}
+    number = make_rewards({"fn": lambda response: {"": 1.0, "feedback": 0.5}, "name": "f"})(
+        dialog()
+    )
+    assert (number.feedback, number.parts) == ("", {"f": 1.0, "f/feedback": 0.5})
+
+
 @pytest.mark.parametrize("options", [{"max_completion_len": 100, "soft_punish_cache": 20}, {}])
 def test_a_function_that_makes_a_reward_is_refused_before_a_run(options: dict[str, int]) -> None:
     def get_punishment(
@@ -386,7 +405,7 @@ def test_async_rewards_of_many_dialogs_are_awaited_at_a_time() -> None:
         return float(response)
 
     rewards = make_rewards([meet, {"fn": lambda response: 1, "name": "plain"}])
-    scores = rewards.score_all([dialog("0.2")] * 50, timeout_s=60)
+    scores = rewards.score_all([dialog("0.2")] * 50, timeout_s=300)
     assert scores == [Score(1.2, False, {"meet": 0.2, "plain": 1.0})] * 50
     assert rewards.asynchronous and not make_rewards("gsm8k").asynchronous
 
@@ -398,11 +417,11 @@ def test_one_dialogs_error_or_time_out_is_not_anothers() -> None:
         return 1.0
 
     scores = make_rewards([slow, refuse]).score_all(
-        [*map(dialog, ("60", "0.01", "x", "0.02"))], timeout_s=2
+        [*map(dialog, ("60", "0.01", "x", "0.02"))], timeout_s=5
     )
     assert [type(score) for score in scores] == [InvalidRewardError, KeyError, ValueError, Score]
     assert scores[0].cause == "timeout"  # type: ignore[union-attr]
-    assert str(scores[0]) == "a reward must be returned within 2 s, but it was not."
+    assert str(scores[0]) == "a reward must be returned within 5 s, but it was not."
 
 
 def test_a_function_that_exits_ends_nothing() -> None:

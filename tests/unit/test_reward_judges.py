@@ -14,6 +14,8 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from tests.support.judges import serving
+from tests.support.waiting import until
 from torchrl_grpo.integrations.graders.judge import TEMPLATE, read_rating
 from torchrl_grpo.tasks.base import Dialog, Problem
 from torchrl_grpo.tasks.with_rewards import Rewards, make_rewards
@@ -68,16 +70,7 @@ class Judge:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Callable[[str, int], Answer]], Judge]]:
-    judges: list[Judge] = []
-
-    def start(rule: Callable[[str, int], Answer]) -> Judge:
-        judges.append(Judge(rule))
-        return judges[-1]
-
-    yield start
-    for judge in judges:
-        judge.server.shutdown()
-        judge.server.server_close()
+    yield from serving(Judge)
 
 
 def dialog(response: str = "It is 42.") -> Dialog:
@@ -253,7 +246,8 @@ def test_an_unreachable_judge_is_an_error() -> None:
 
 def test_a_judge_rates_many_at_a_time_up_to_its_concurrency(serve: Any) -> None:
     def rule(question: str, number: int) -> Answer:
-        time.sleep(0.05)
+        until(lambda: judge.most >= 4)
+        time.sleep(0.05)  # a fifth request would come
         return 200, f"Score: {question.count('x')}"
 
     judge = serve(rule)

@@ -97,6 +97,17 @@ def tiny_model() -> Qwen2ForCausalLM:
     return make_tiny_model()
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give workers and programs minutes where a run gives them seconds, for a busy machine."""
+    from torchrl_grpo.integrations.graders import code
+    from torchrl_grpo.reward_pool import pool, slot
+
+    for module in (pool, slot):
+        monkeypatch.setattr(module, "EXIT_S", 60.0)
+    monkeypatch.setattr(code, "_STARVED", 100)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Halve the import time of collection, the way ``torchrl_grpo.host.startup`` does.

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,17 +211,14 @@ def test_a_killed_raylet_ends_the_script_with_a_message(tmp_path: Path) -> None:
         [process] = [
             member for member in running.family if member.is_running() and member.name() == "raylet"
         ]
-        start = time.monotonic()
         process.kill()
-        running.wait(timeout_s=120)
-        seconds = time.monotonic() - start
+        running.wait()
     assert running.process.returncode == 1, running.printed()
     what = rf"Ray's raylet \(process {process.pid}\) has ended, and the run with it"
     match = re.search(
         rf"^error: {what}: continue with train\.resume=(\S+)\.$", running.printed(), re.M
     )
     assert match and Path(match[1]).exists(), running.printed()
-    assert seconds < 60
     assert "Traceback" not in running.printed()
     assert running.left() == []
 

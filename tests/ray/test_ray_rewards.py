@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tests.support.judges import Judge, by_length
 from tests.support.math_pairs import FEW, verdicts
 from tests.support.processes import command_line
 from tests.support.reward_runs import assert_killed_reward_workers_change_no_number
+from tests.support.waiting import until
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.runtime.cluster import Cluster
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
@@ -83,9 +83,6 @@ def test_actors_rank_groups_and_share_one_reward_model(
     ray.get([sampler.close.remote() for sampler in samplers])
     for sampler in samplers:
         ray.kill(sampler)
-    end = time.monotonic() + 60
-    while any(p.is_running() for p in processes) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not any(p.is_running() for p in processes)
+    until(lambda: not any(p.is_running() for p in processes))
     judge.server.shutdown()
     judge.server.server_close()

@@ -29,6 +29,7 @@ from torch.distributed import TCPStore
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.models import make_tiny_model
+from tests.support.waiting import until
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.observers import Recorder, Saver
 from torchrl_grpo.collectors import RolloutCollector, Sampler
@@ -346,13 +347,6 @@ def gone(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_the_staleness_bound_holds_under_a_slow_trainer(
     source_of: Callable[..., Rollouts],
 ) -> None:
@@ -583,9 +577,7 @@ def test_killed_actors_are_replaced_and_every_group_is_trained_once(
         assert all(row.get(keys.REF_LOG_PROBS, None) is not None for row in data.unbind(0))
         trained += group_ids(batch)
         if version == steps - 2:  # all workers are back for the last step
-            deadline = time.monotonic() + 300
-            while len(source.pids()) < 3 and time.monotonic() < deadline:
-                time.sleep(0.1)
+            until(lambda: len(source.pids()) == 3)
         source.publish(weights_of(version + 1), version + 1)
     assert sorted(trained) == list(range(steps * BATCH))
     metrics = source.metrics()
@@ -609,10 +601,7 @@ def test_killed_actors_are_replaced_and_every_group_is_trained_once(
     assert pids["sampler 0"] != first_pids["sampler 0"]
     until(lambda: [sampler.version for sampler in source.samplers] == [steps, steps])
     source.close()
-    deadline = time.monotonic() + 300
-    while not all(map(gone, pids.values())) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert all(map(gone, pids.values()))
+    until(lambda: all(map(gone, pids.values())))
 
 
 def test_weights_arrive_while_the_only_unit_of_a_replica_is_played(

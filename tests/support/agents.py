@@ -34,7 +34,7 @@ def played(
     *,
     problem: Problem = PROBLEM,
     turns: int = 10,
-    timeout_s: float = 20,
+    timeout_s: float = 300,
     episode: str = "0",
 ) -> tuple[list[Turn], Turn | Exception]:
     """Return the turns that an agent requested, and how it ended.

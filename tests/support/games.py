@@ -78,7 +78,7 @@ class StartsWithOthers(Game):
 
     def __init__(self) -> None:
         super().__init__()
-        self._others.wait(timeout=60)
+        self._others.wait(timeout=300)
 
     def reset(self, seed: int) -> str:
         if seed % 2:

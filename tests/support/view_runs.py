@@ -152,7 +152,7 @@ def served(*folders: Path) -> Iterator[str]:
         yield match[1]
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=300)
 
 
 def flood_stderr(fd: int, folder: str, parent: int) -> None:

@@ -173,7 +173,7 @@ def test_torchrls_trainer_trains_while_the_collector_samples(tokenizer, tiny_mod
     sender = Sender(collector, tiny_model)
 
     def after_the_first_update(batch: TensorDict) -> TensorDict:
-        assert collector.dialog_turns == 4 or sender.sent.wait(60)
+        assert collector.dialog_turns == 4 or sender.sent.wait(300)
         return GroupAdvantage(2)(batch)
 
     collector.set_postproc(after_the_first_update)

@@ -330,7 +330,7 @@ def test_an_agent_that_kills_its_worker_costs_that_worker_s_dialogs(starter, tmp
         os.kill(os.getpid(), signal.SIGKILL)
 
     task = WithAgent(ArithmeticTask(), Function(play))
-    with RewardPool(task, 3, timeout_s=30) as pool:
+    with RewardPool(task, 3, timeout_s=300) as pool:
         played = collector(starter, task, pool=pool, rows=12)
         rows = played.rollout().unbind(0)
         errors = [str(row[keys.REWARD_ERROR]) for row in rows if not row[keys.REWARD_VALID]]
@@ -364,7 +364,7 @@ class Leaving:
             leaving, self._leaving = self._leaving, 0
             self._round += 1
         for _ in range(leaving):
-            assert self._left.acquire(timeout=20)
+            assert self._left.acquire(timeout=300)
         return self._generate(*args, **kwargs)
 
     async def ask(self, client: Any, messages: list[Any]) -> None:

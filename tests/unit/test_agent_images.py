@@ -117,7 +117,7 @@ def rollout(kit: Kit, play: Any, pool: bool = False, **options: Any) -> Any:
     """Play two groups of two dialogs with an agent."""
     task = WithAgent(Count(), Function(play))
     settings = {"image_encoder": kit.encoder, "max_turns": 8, **options}
-    reward_pool = RewardPool(task, 1, timeout_s=60) if pool else None
+    reward_pool = RewardPool(task, 1, timeout_s=300) if pool else None
     env = LLMEnv(task, kit.tokenizer, num_envs=4, repeats=2, reward_pool=reward_pool, **settings)
     batch = RolloutCollector(
         env, GenerationPolicy(TransformersEngine(kit.model()), PARAMS)
@@ -214,7 +214,7 @@ def test_only_a_request_with_a_key_may_be_large(kit: Kit) -> None:
             path = f"{client.base_url}chat/completions"
             request = urllib.request.Request(path, body, headers)
             try:
-                with urllib.request.urlopen(request, timeout=30) as answer:
+                with urllib.request.urlopen(request, timeout=300) as answer:
                     statuses.append(answer.status)
             except HTTPError as error:
                 statuses.append(error.code)

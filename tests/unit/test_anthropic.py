@@ -43,7 +43,7 @@ def test_a_message_is_a_turn_of_the_policy():
         old = Request(
             f"{client.base_url}models", headers={"x-api-key": client.api_key}
         )  # field of older clients
-        with urlopen(old, timeout=20) as models:
+        with urlopen(old, timeout=300) as models:
             assert models.status == 200
         async with of(client) as claude:
             answer = await claude.messages.create(

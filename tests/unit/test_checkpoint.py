@@ -39,6 +39,7 @@ from tests.support.runs import (
     steps,
     whole_state_of,
 )
+from tests.support.waiting import until
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, plain
 from torchrl_grpo.config.resumed import on_saved_config
@@ -540,10 +541,11 @@ def test_20_kills_in_a_save_leave_only_whole_checkpoints(tmp_path: Path) -> None
             for step in range(newest[-1] + 1, 10_000):
                 save_weight(checkpointer, step, torch.zeros(200_000))
         # Every second child finishes a checkpoint before it is killed in another one.
-        deadline, first = time.monotonic() + 60, newest[-1] + number % 2
-        while not (list(tmp_path.glob("*.tmp")) and newest_step(tmp_path) >= first):
-            assert time.monotonic() < deadline
-            time.sleep(0.0005)
+        first = newest[-1] + number % 2
+        until(
+            lambda first=first: list(tmp_path.glob("*.tmp")) and newest_step(tmp_path) >= first,
+            every_s=0.0005,
+        )
         time.sleep(draw.random() / 100)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

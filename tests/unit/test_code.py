@@ -99,6 +99,7 @@ def test_a_correct_program_passes_and_a_wrong_one_fails(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient")
 def test_a_fraction_counts_tests_after_one_that_hangs_or_exits() -> None:
     half = "def add(a, b):\n    if a == 3:\n        raise SystemExit\n    return a + b\n"
     assert code(half, CALL) == 0.0
@@ -230,10 +231,10 @@ def test_what_a_program_may_use_is_limited(tmp_path: Path) -> None:
         assert int(run_python(FILES, limits=limits).output) <= limits.file // 10**6
     detached = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)\n"
     run_python(detached, limits=limits)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 300
     if isolation() == "limits":
         return
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while True:
         new = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
         left = [process for process in new if '"NPROC": 31' in str(process.info["cmdline"])]

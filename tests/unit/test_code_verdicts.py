@@ -164,6 +164,7 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_the_program_s_own_fault_is_wrong(name: str) -> None:
     program, answer, more = WRONG[name]
@@ -230,6 +231,7 @@ def test_a_program_may_do_without_a_package() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient")
 def test_each_test_has_its_own_time_until_two_have_used_it_up() -> None:
     """After a call that hangs, the program is loaded anew for the next calls."""
     calls = {
@@ -243,6 +245,7 @@ def test_each_test_has_its_own_time_until_two_have_used_it_up() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient")
 def test_a_load_of_the_machine_is_not_the_program_s_fault() -> None:
     """All calls together take longer than the time limit of one test."""
     with ThreadPoolExecutor(8) as threads:

@@ -5,7 +5,6 @@ with one forward pass.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.support.chats import CHATS, make_chat_tokenizer
 from tests.support.dialogs import log_prob_gap, tokens_between_turns
 from tests.support.echo import EchoTask, add, hang, leave
 from tests.support.envs import END, ScriptedEngine, column, respond
+from tests.support.waiting import until
 from torchrl_grpo import keys
 from torchrl_grpo.chat.template import ChatEncoder, TurnTemplate, render_chat
 from torchrl_grpo.collectors import RolloutCollector
@@ -87,6 +87,7 @@ def test_results_come_back_as_tool_messages_and_the_last_turn_is_scored(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient")
 def test_a_tool_that_hangs_or_ends_its_process_is_told_to_the_policy(
     tokenizer: PreTrainedTokenizerFast, encode: Callable[[str], list[int]]
 ) -> None:
@@ -420,16 +421,13 @@ def test_each_response_is_scored_while_others_are_sampled(
             return Score(1.0, True)
 
     def rule(prompt: Any, copy_number: int) -> tuple[list[int], str]:
-        deadline = time.monotonic() + 30
-        while copy_number and not (tmp_path / "begun").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: not copy_number or (tmp_path / "begun").exists())
         return [
             *tokenizer("second" if copy_number else "first", add_special_tokens=False)["input_ids"],
             END,
         ], "stop"
 
-    with RewardPool(Slow(), 1, timeout_s=30) as pool:
+    with RewardPool(Slow(), 1, timeout_s=300) as pool:
         env = LLMEnv(Slow(), tokenizer, num_envs=2, repeats=2, reward_pool=pool)
         batch = RolloutCollector(
             env, GenerationPolicy(ScriptedEngine(rule), SamplingParams(16))

@@ -200,7 +200,7 @@ def test_reward_workers_run_next_turn():
         def next_turn(self, problem, responses):
             return str(os.getpid())
 
-    with RewardPool(SaysWhere(), 1, timeout_s=60) as pool:
+    with RewardPool(SaysWhere(), 1, timeout_s=300) as pool:
         turn = pool.submit(Dialog(Problem("a", "a"), ["x"], last=False)).result()
     [message] = turn.messages
     assert message["content"].isdecimal() and message["content"] != str(os.getpid())

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support import games, trl_environments
 from tests.support.envs import END, ScriptedEngine, column, respond
+from tests.support.waiting import PATIENCE_S
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.config.env import EnvConfig
@@ -33,6 +34,7 @@ from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
 from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 from torchrl_grpo.transforms import GroupAdvantage
 
+pytestmark = pytest.mark.usefixtures("patient")
 TRL = "tests/support/trl_environments.py"
 
 
@@ -47,7 +49,7 @@ def noted(path: Path, **expected: int) -> Counter[str]:
     """Return the notes, waiting for the expected ones because environments are closed in their own
     threads.
     """
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE_S
     while True:
         counts = Counter(path.read_text().split() if path.exists() else ())
         if counts == expected or time.monotonic() > end:
@@ -347,7 +349,7 @@ def test_a_coroutine_that_blocks_its_loop_costs_its_own_dialog_alone() -> None:
 
     task = task_of(Blocks)
     advance(task, [dialog(query) for query in "abc"])
-    turns = advance(task, [dialog("a", "block"), dialog("b", "1"), dialog("c", "2")], 1.0)
+    turns = advance(task, [dialog("a", "block"), dialog("b", "1"), dialog("c", "2")], 5.0)
     blocked.set()
     assert isinstance(turns[0], Failure) and turns[0].cause == "timeout"
     assert [turn.reward for turn in turns[1:] if isinstance(turn, Turn)] == [1.0, 2.0]
@@ -372,7 +374,7 @@ def test_environments_start_side_by_side_and_fail_alone(path: Path) -> None:
 
 
 def play(pool: RewardPool, *dialogs: Dialog) -> list[Turn | Failure]:
-    return [future.result(timeout=60) for future in pool.submit_all(dialogs)]
+    return [future.result(timeout=300) for future in pool.submit_all(dialogs)]
 
 
 def dialog(episode: str, *responses: str) -> Dialog:
@@ -419,7 +421,7 @@ def test_a_process_with_many_that_hang_is_replaced(
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["stop", "boom", "exit", "pool", "end"])
 def test_an_environment_is_closed_once_in_each_way_a_dialog_ends(path: Path, end: str) -> None:
-    with RewardPool(task_of(games.Game), 1, timeout_s=30) as pool:
+    with RewardPool(task_of(games.Game), 1, timeout_s=300) as pool:
         play(pool, dialog("a"))
         if end not in ("pool", "end"):
             play(pool, dialog("a", end))

@@ -31,6 +31,8 @@ from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 from torchrl_grpo.tasks.with_tests import WithTests
 from torchrl_grpo.tools import Toolbox
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
@@ -53,7 +55,7 @@ def dialog(episode: str, *responses: str, query: str = "a", last: bool = False) 
 
 
 def play(pool: RewardPool, *dialogs: Dialog) -> list[Turn | Failure]:
-    return [future.result(timeout=60) for future in pool.submit_all(dialogs)]
+    return [future.result(timeout=300) for future in pool.submit_all(dialogs)]
 
 
 def pids(turns: Sequence[Turn | Failure]) -> list[str]:
@@ -68,7 +70,7 @@ def pids(turns: Sequence[Turn | Failure]) -> list[str]:
 @pytest.mark.slow
 def test_turns_of_a_dialog_stay_with_the_worker_that_opened_it(path: Path) -> None:
     episodes = [f"e{number}" for number in range(6)]
-    with RewardPool(KeepingTask(path), 2, timeout_s=30) as pool:
+    with RewardPool(KeepingTask(path), 2, timeout_s=300) as pool:
         opened = play(pool, *[dialog(episode) for episode in episodes])
         assert [turn.messages[-1]["content"] for turn in opened if isinstance(turn, Turn)] == [
             "begin"
@@ -84,7 +86,7 @@ def test_turns_of_a_dialog_stay_with_the_worker_that_opened_it(path: Path) -> No
 @pytest.mark.slow
 def test_a_worker_that_dies_costs_its_own_dialogs_and_no_others(path: Path) -> None:
     episodes = [f"e{number}" for number in range(4)]
-    with RewardPool(KeepingTask(path), 2, timeout_s=30) as pool:
+    with RewardPool(KeepingTask(path), 2, timeout_s=300) as pool:
         play(pool, *map(dialog, episodes))
         turns = play(pool, *[dialog(episode, "1") for episode in episodes])
         mates = [
@@ -138,7 +140,7 @@ def test_a_dialog_that_takes_too_long_costs_its_worker_alone(path: Path) -> None
 
 def test_dialogs_of_one_worker_are_played_many_at_a_time(path: Path) -> None:
     episodes = [f"e{number}" for number in range(64)]
-    with RewardPool(KeepingTask(path, at_a_time=64), 1, timeout_s=30) as pool:
+    with RewardPool(KeepingTask(path, at_a_time=64), 1, timeout_s=300) as pool:
         play(pool, *map(dialog, episodes))
         play(pool, *[dialog(episode, "1") for episode in episodes])
         assert sum(map(int, noted(path, "advance"))) == 128
@@ -146,7 +148,7 @@ def test_dialogs_of_one_worker_are_played_many_at_a_time(path: Path) -> None:
 
 
 def test_a_dialog_is_closed_once_after_its_turns_and_when_the_pool_ends(path: Path) -> None:
-    with RewardPool(KeepingTask(path), 1, timeout_s=30) as pool:
+    with RewardPool(KeepingTask(path), 1, timeout_s=300) as pool:
         play(pool, *map(dialog, "abc"))
         turn = pool.submit(dialog("a", "1"))
         for _ in range(2):
@@ -166,7 +168,7 @@ def test_a_dialog_is_closed_once_after_its_turns_and_when_the_pool_ends(path: Pa
 
 @pytest.mark.slow
 def test_a_worker_that_dies_while_it_opens_gives_failures(path: Path) -> None:
-    with RewardPool(KeepingTask(path), 1, timeout_s=30) as pool:
+    with RewardPool(KeepingTask(path), 1, timeout_s=300) as pool:
         dead, alive = play(pool, dialog("a", query="die"), dialog("b"))
         assert isinstance(dead, Failure) and dead.cause == "crash"
         assert isinstance(alive, Turn)
@@ -182,7 +184,7 @@ def test_tools_and_rewards_of_a_turn_travel_infinite_ones_do_not(path: Path) -> 
                 else Turn(turn.messages, None, {}, 0.5, [{"type": "function"}])
             )
 
-    with RewardPool(Telling(path), 1, timeout_s=30) as pool:
+    with RewardPool(Telling(path), 1, timeout_s=300) as pool:
         [opened] = play(pool, dialog("a"))
         assert (
             isinstance(opened, Turn)
@@ -227,7 +229,7 @@ def collect(env: LLMEnv, engine: ScriptedEngine) -> torch.Tensor:
 def test_a_dialog_is_closed_once_however_it_ends(
     tokenizer, encode, path, workers, orders, turns, closed
 ):
-    pool = RewardPool(KeepingTask(path), 1, timeout_s=30) if workers else None
+    pool = RewardPool(KeepingTask(path), 1, timeout_s=300) if workers else None
     env = LLMEnv(
         KeepingTask(path), tokenizer, num_envs=1, repeats=1, max_turns=turns, reward_pool=pool
     )

@@ -22,6 +22,7 @@ from torchrl import torchrl_logger
 from tests.support.configs import ROOT, compose_config
 from tests.support.disks import mounted
 from tests.support.runs import SMALL, run, steps
+from tests.support.waiting import until
 from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.errors import NotSavedError
@@ -255,10 +256,7 @@ def test_no_child_process_keeps_the_lock(
     process = holder(f"{CHILDREN[kind]}open({str(tmp_path / 'child')!r}, 'w').write(str(child)); ")
     child = int((tmp_path / "child").read_text())
     try:
-        deadline = time.monotonic() + 30
-        while has_open(child, LOCK_FILE):  # a child that was just forked has not run yet
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: not has_open(child, LOCK_FILE))  # a child just forked has not run yet
         process.kill()
         process.wait()
         os.kill(child, 0)

@@ -58,7 +58,7 @@ def test_a_private_authority_is_trusted_if_the_environment_names_it(
 ) -> None:
     def request() -> object:
         client = HttpClient(f"https://127.0.0.1:{server}", key_variable="NO_KEY", proxies=proxies)
-        return wait_for_result(client.request("GET", "/", timeout_s=10, largest=10))
+        return wait_for_result(client.request("GET", "/", timeout_s=300, largest=10))
 
     with pytest.raises(NoAnswerError, match="CERTIFICATE_VERIFY_FAILED"):
         request()
@@ -103,7 +103,7 @@ def test_the_key_follows_no_redirection(
     with pytest.raises(NoAnswerError) as error:
         wait_for_result(
             client.request(
-                "GET", f"/{status},Location,{harmful}/200,A,b", timeout_s=10, largest=1000
+                "GET", f"/{status},Location,{harmful}/200,A,b", timeout_s=300, largest=1000
             )
         )
     assert len(Harmful.seen) == 1 and error.value.status == status
@@ -115,8 +115,8 @@ def test_a_key_that_the_server_echoes_is_not_shown(
     monkeypatch.setenv("A_KEY", "secret-key")
     client = HttpClient(harmful, key_variable="A_KEY")
     with pytest.raises(NoAnswerError, match=r"Bearer \*\*\*") as error:
-        wait_for_result(client.request("GET", "/401,A,b", timeout_s=10, largest=1000))
-    answer = wait_for_result(client.request("GET", "/200,A,b", timeout_s=10, largest=1000))
+        wait_for_result(client.request("GET", "/401,A,b", timeout_s=300, largest=1000))
+    answer = wait_for_result(client.request("GET", "/200,A,b", timeout_s=300, largest=1000))
     assert "Bearer secret-key" in Harmful.seen[0] and "secret" not in f"{error.value} {answer}"
 
 
@@ -124,6 +124,6 @@ def test_cookies_are_not_kept(harmful: str) -> None:
     client = HttpClient(harmful, key_variable="NO_KEY")
     for _ in range(2):
         wait_for_result(
-            client.request("GET", "/200,Set-Cookie,a=b;+Path=/", timeout_s=10, largest=1000)
+            client.request("GET", "/200,Set-Cookie,a=b;+Path=/", timeout_s=300, largest=1000)
         )
     assert "ookie" not in "".join(Harmful.seen)

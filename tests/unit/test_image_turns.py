@@ -82,7 +82,7 @@ def test_later_turns_read_images(kit: Kit, name: str) -> None:
 @pytest.mark.parametrize("name", ["tools", "methods", "game", "screen"])
 def test_reward_workers_send_images(kit: Kit, name: str) -> None:
     task, images = task_of(name)
-    with RewardPool(task, 1, timeout_s=60) as pool:
+    with RewardPool(task, 1, timeout_s=300) as pool:
         check_dialogs(kit, make_env(kit, task, reward_pool=pool), images)
 
 
@@ -211,7 +211,7 @@ def test_a_turn_with_too_large_images_is_refused() -> None:
     task = WithEnvironment(SeedsTask(4), {"": Kind(Large)})
     problem = task.problems("train")[0]
     opening = Dialog(problem, [], task.messages(problem), last=False, episode="a")
-    with RewardPool(task, 1, timeout_s=60) as pool:
+    with RewardPool(task, 1, timeout_s=300) as pool:
         turn = pool.submit(opening).result()
     assert isinstance(turn, Failure) and "JPEG" in turn.text
 

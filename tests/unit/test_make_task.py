@@ -394,7 +394,7 @@ def test_data_sets_beside_each_other_await_many_rewards_at_a_time() -> None:
     dialogs = [
         Dialog(Problem("?", "yes", dataset=name), [response]) for name, response in responses
     ]
-    turns = task.advance(dialogs, timeout_s=20)
+    turns = task.advance(dialogs, timeout_s=300)
     assert [turn.score.reward for turn in turns] == [1.0, 1.0, 2.0, 3.0]  # type: ignore[union-attr]
 
 

@@ -64,7 +64,7 @@ def test_a_thread_gives_the_verdicts_of_the_main_thread() -> None:
 
 @pytest.mark.slow
 def test_a_reward_worker_gives_the_verdicts_of_this_process() -> None:
-    with RewardPool(MathTask(), 1, timeout_s=60) as pool:
+    with RewardPool(MathTask(), 1, timeout_s=300) as pool:
         turns = [future.result() for future in [pool.submit(dialog) for dialog in dialogs()]]
     scores = [
         None if isinstance(turn, Failure) or turn.score is None else turn.score.reward

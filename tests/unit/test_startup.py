@@ -8,14 +8,13 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.support.configs import ROOT, compose_config
+from tests.support.waiting import until
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.config.rules import check_script
 from torchrl_grpo.host import startup
@@ -165,13 +164,6 @@ def test_the_first_step_needs_no_package_that_the_run_does_not_use(tmp_path: Pat
     assert not modules & UNUSED
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -197,7 +189,7 @@ def test_a_terminal_counts_the_seconds_of_a_silence_in_one_line(
     startup.begin()
     try:
         startup.say("importing")
-        wait_until(lambda: terminal.getvalue().count("still importing") > 3)
+        until(lambda: terminal.getvalue().count("still importing") > 3)
         with startup._current._lock:  # type: ignore[union-attr]
             during = terminal.screen()
         startup.say("loading")
@@ -233,7 +225,7 @@ def test_without_a_terminal_a_silence_has_few_lines(
         for later, count in ((29, 0), (2, 1), (28, 1), (3, 2)):
             now[0] += later
             before = looks
-            wait_until(lambda before=before: looks > before + 3)  # type: ignore[misc]
+            until(lambda before=before: looks > before + 3)  # type: ignore[misc]
             assert messages() == ["importing", *count * ["still importing"]]
         startup.say("loading")
     finally:

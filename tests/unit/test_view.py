@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -29,6 +29,7 @@ from tests.support.configs import ROOT
 from tests.support.processes import command_line
 from tests.support.scripts import SYNC, Script
 from tests.support.view_runs import append, group, make_run, metrics, served
+from tests.support.waiting import until
 from torchrl_grpo.extras.report.records import run_names
 from torchrl_grpo.extras.view.command import main
 from torchrl_grpo.extras.view.index import Criteria
@@ -387,13 +388,6 @@ def test_config_and_timeline_of_each_run(address: str) -> None:
     ]
 
 
-def until(holds: Callable[[], object], timeout_s: float = 300) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def page_process() -> psutil.Process:
     [page] = [one for one in psutil.Process().children() if "serve_beside" in command_line(one)]
     return page
@@ -444,7 +438,7 @@ def test_strangers_use_up_no_connections_and_shut_no_reader_out(tmp_path: Path) 
         resource.prlimit(page.pid, resource.RLIMIT_NOFILE, (256, 256))
         place = ("127.0.0.1", urlsplit(address).port)
         for _ in range(400):
-            strangers.enter_context(socket.create_connection(place, timeout=10))
+            strangers.enter_context(socket.create_connection(place, timeout=300))
         assert api(address, "status")[0]["step"] == 3
         until(lambda: sum(one.status == "ESTABLISHED" for one in page.net_connections("tcp")) <= 64)
     assert warnings == []
@@ -456,7 +450,7 @@ def test_a_connection_has_seconds_to_ask(address: str) -> None:
             ("127.0.0.1", urlsplit(address).port), timeout=0.5
         ) as stranger:
             stranger.sendall(sent)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 300
             with suppress(ConnectionResetError, BrokenPipeError):
                 while time.monotonic() < deadline:
                     stranger.sendall(

@@ -130,11 +130,11 @@ def test_patterns_that_a_folder_brings_are_not_run(tmp_path: Path) -> None:
     fields = {"thinking": {"open_pattern": "(a|a)+!", "close": "b"}, "content": {}}
     template = {"defaults": {"role": "assistant"}, "start_anchor": "x", "fields": fields}
     (run / "environment.json").write_text(json.dumps({"call_format": template}))
-    append(run, "samples.jsonl", group(1, "?", ["a" * 21]))
+    append(run, "samples.jsonl", group(1, "?", ["a" * 32]))
     start = time.process_time()
     shown = view_of(run).response(1)
     assert shown is not None and len(shown["tokens"]["turns"]) == 1
-    assert time.process_time() - start < 0.5
+    assert time.process_time() - start < 10
 
 
 def test_what_a_model_wrote_is_shown_as_text(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 VIEWS = ("curves", "groups", "tokens?row=1", "timeline", "alarms", "config")
-FIRST_PAINT_S = 30.0  # 1 on an idle machine (benchmarks/bench_view.py): here it must only not hang
+FIRST_PAINT_S = 300.0  # 1 on an idle machine (benchmarks/bench_view.py): here it must only not hang
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,6 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 def page(context: BrowserContext, address: str) -> Iterator[Page]:
     """Yield a page on which a failing script, or a request to another host, is an error."""
     page = context.new_page()
-    page.set_default_timeout(15_000)
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("console", lambda message: message.type == "error" and wrong.append(message.text))
@@ -466,7 +465,7 @@ def test_it_grows_with_a_run(page: Page, browser: Browser, tmp_path: Path) -> No
         slider = page.get_by_role("slider", name="Reward")
         assert slider.get_attribute("aria-valuemax") == "3"
         append(run, "metrics.jsonl", [metrics(4, reward=0.875)])
-        page.wait_for_selector("text=0.875", timeout=10_000)
+        page.wait_for_selector("text=0.875")
         assert slider.get_attribute("aria-valuemax") == "4"
         assert "step 4" in page.locator("#status").inner_text()
         show(page, address, "groups")
@@ -639,6 +638,6 @@ def test_100000_responses_are_painted_soon(browser: Browser, tmp_path: Path) -> 
             / 1000
         )
         assert painted < FIRST_PAINT_S
-        expect(page.locator(".notice")).to_contain_text("100,007 responses", timeout=60_000)
+        expect(page.locator(".notice")).to_contain_text("100,007 responses")
         page.get_by_label("text in prompt").fill("nobody wrote this")
-        page.wait_for_selector("text=0 of", timeout=60_000)
+        page.wait_for_selector("text=0 of")

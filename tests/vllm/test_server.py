@@ -129,7 +129,7 @@ def serving(folder: Path, *options: str, **environ: str) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
-        server.wait(timeout=60)
+        server.wait(timeout=300)
         log.close()
 
 

@@ -310,7 +310,7 @@ def test_a_killed_scheduler_ends_every_call_and_leaves_no_process(
     ):
         with pytest.raises(RuntimeError, match="has ended: make a new engine"):
             action()
-    assert time.monotonic() - killed < 60
+    assert time.monotonic() - killed < 300
     shutdown = engine._llm.shutdown
 
     def child_ended_before_it_was_killed(timeout: float) -> None:

@@ -43,9 +43,9 @@ def test_a_lost_worker_is_one_message_in_time(
     with pytest.raises(EngineDeadError, match="vLLM's worker process") as raised:
         for _ in range(1000):
             engine.generate([torch.tensor([5, 6, 7])], 8, SamplingParams(max_new_tokens=400))
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 240
     assert isinstance(
         raised.value, RunLostError
     )  # a script's output without a traceback, with exit status 1
     engine.close()
-    assert psutil.wait_procs(workers, timeout=30)[1] == []
+    assert psutil.wait_procs(workers, timeout=300)[1] == []

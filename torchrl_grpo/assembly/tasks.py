@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, update_wrapper
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torchrl_grpo import checks
 from torchrl_grpo.assembly.components import make_component
@@ -25,12 +25,11 @@ from torchrl_grpo.tasks.dataset import DatasetTask
 from torchrl_grpo.tasks.mixed import MixedTask
 from torchrl_grpo.tasks.seeds import SeedsTask
 from torchrl_grpo.tasks.sources import UnknownSplitError, data_name
+from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
+from torchrl_grpo.tasks.with_rewards import Rewards, WithRewards, make_rewards
 from torchrl_grpo.tasks.with_tests import WithTests
 from torchrl_grpo.tools import Toolbox
 from torchrl_grpo.tools.toolbox import Parser
-
-if TYPE_CHECKING:
-    from torchrl_grpo.tasks.with_rewards import Rewards
 
 _log = logging.getLogger("torchrl")  # TorchRL's logger: importing that takes seconds
 Scoring = Literal["must", "may", "not"]
@@ -252,8 +251,6 @@ def dataset_names(
 
 def _with_environment(task: Task, env: EnvConfig, tools: Sequence[Callable[..., Any]]) -> Task:
     """Wrap the task in the environments that the config names."""
-    from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
-
     specs = {"": env.environment} if isinstance(env.environment, str) else env.environment
     parser = _tool_parser(env)
 
@@ -282,8 +279,6 @@ def _with_python(task: Task, env: EnvConfig, tools: Sequence[Callable[..., Any]]
     """Wrap the task in the tool ``python``: an environment that scores nothing, together with the
     other tools.
     """
-    from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
-
     python = load_extra("python_tool")
     make = update_wrapper(partial(python, env.sandbox), python)
     kind = Kind(make, tools, _tool_parser(env), "env.tools")
@@ -300,8 +295,6 @@ def check_tests(task: Task, problems: Sequence[Problem]) -> None:
     Raises:
         ValueError: a column is missing.
     """
-    from torchrl_grpo.tasks.with_environment import WithEnvironment
-
     firsts = {problem.dataset: problem for problem in reversed(problems)}
     for name, problem in firsts.items():
         try:
@@ -408,8 +401,6 @@ def _make_dataset(
 
 def _with_rewards(task: Task, spec: Any, field: str, split: Split | None = None) -> Task:
     """Wrap the task in rewards, which may use the columns of the split's problems."""
-    from torchrl_grpo.tasks.with_rewards import WithRewards
-
     return WithRewards(
         task, _rewards(task, spec, field, None if split is None else task.problems(split)[0])
     )
@@ -419,8 +410,6 @@ def _rewards(
     task: Task, spec: Any, field: str, first: Problem | None, has_environment: bool = False
 ) -> Rewards:
     """Return the rewards of a spec, after checking their columns against the first problem."""
-    from torchrl_grpo.tasks.with_rewards import make_rewards
-
     column = getattr(task, "prompt_column", None)
     arguments = {} if column is None else {"prompt_column": column}
     rewards = make_rewards(spec, field=field, **arguments)

@@ -119,10 +119,10 @@ def _join(
         shares = turn_rewards
     elif any(turn_rewards):
         # The rest is a score in addition to the turn rewards, or rounding.
-        *earlier, last = shares
-        rest = last - sum(turn_rewards)
-        rest = rest if abs(rest) > _ROUNDING * sum(map(abs, turn_rewards)) else 0.0
-        shares = [a + b for a, b in zip([*earlier, rest], turn_rewards, strict=True)]
+        rest = shares[-1] - sum(turn_rewards)
+        is_score = abs(rest) > _ROUNDING * sum(map(abs, turn_rewards))
+        shares[-1] = rest if is_score else 0.0
+        shares = [a + b for a, b in zip(shares, turn_rewards, strict=True)]
     for turn, share in zip(turns, shares, strict=True):
         length, mask = turn.get(keys.FULL).numel(), turn.get(keys.ASSISTANT_MASK)
         if not torch.equal(turn.get(keys.FULL), full[:length]):

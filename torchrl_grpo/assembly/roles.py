@@ -37,10 +37,10 @@ from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.out_of_memory import memory_short
 from torchrl_grpo.host.startup import say
 from torchrl_grpo.learner.learner import Learner
+from torchrl_grpo.learner.null_learner import NullLearner
 from torchrl_grpo.learner.optimizer import EntropyControl, learning_rate_factor, make_optimizer
 from torchrl_grpo.learner.resume import restore
 from torchrl_grpo.learner.step import PolicyTrainer
-from torchrl_grpo.learner.untrained import Untrained
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.compiled import DEVICES, MIN_ELEMENTS
 from torchrl_grpo.models.divergence import Teacher
@@ -81,7 +81,7 @@ def make_learner(
             process.
     """
     if context.config.evaluates_served:
-        return Untrained()
+        return NullLearner()
     device = device or own_device()
     say(f"loading the model {context.config.model.name}")
     config, lora = context.config, context.config.train_model.lora.enabled

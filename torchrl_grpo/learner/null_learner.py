@@ -1,4 +1,4 @@
-"""``Untrained``: the learner of a run that evaluates a model on servers and loads no model."""
+"""``NullLearner``: the learner of a run that evaluates a model on servers and loads no model."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.weights import DirectHandle, WeightHandle
 
 
-class Untrained(Learner):
+class NullLearner(Learner):
     """Learner without a model: it has no weights, and trains, saves and exports nothing.
 
     Example:
-        >>> learner = Untrained()
+        >>> learner = NullLearner()
         >>> learner.version, list(learner.weights().weights())
         (0, [])
     """

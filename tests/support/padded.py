@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
-from torchrl_grpo.models.padding import entry, pad
+from torchrl_grpo.models.entries import entry, pad
 
 
 def pad_batch(

@@ -35,7 +35,7 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.models import TokenScorer, WrapperScorer
-from torchrl_grpo.models.padding import pad, sequences_of
+from torchrl_grpo.models.entries import pad, sequences_of
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.arithmetic import INSTRUCTION, ArithmeticTask

@@ -22,7 +22,7 @@ from tests.support.losses import Table, make_batch, total
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.algorithm import make_loss
 from torchrl_grpo.config import GRPOConfig
-from torchrl_grpo.models.padding import pad
+from torchrl_grpo.models.entries import pad
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.objectives.output import accumulate
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
-from torchrl_grpo.models.padding import (
+from torchrl_grpo.models.entries import (
     pad,
     sequences_of,
 )

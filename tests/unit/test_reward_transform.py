@@ -18,7 +18,7 @@ from tests.support.echo import EchoTask
 from tests.support.padded import pad_batch
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.models.padding import has
+from torchrl_grpo.models.entries import has
 from torchrl_grpo.transforms import GroupAdvantage, RewardShaping
 
 

@@ -18,7 +18,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.collectors.sampler import has_variance
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.envs.dialog_state import LOST, DialogState, SampleState
-from torchrl_grpo.models.padding import trajectories_of
+from torchrl_grpo.models.entries import trajectories_of
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.objectives.tokens import token_weights
 from torchrl_grpo.runtime.groups import PackedGroup

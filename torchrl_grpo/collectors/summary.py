@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.images import PLACEHOLDER, Prompt, Spans, prompt_text
-from torchrl_grpo.models.padding import (
+from torchrl_grpo.models.entries import (
     has,
     images_of_row,
     last_rows,

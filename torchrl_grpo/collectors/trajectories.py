@@ -12,7 +12,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.envs.dialog_state import DialogState
-from torchrl_grpo.models.padding import has
+from torchrl_grpo.models.entries import has
 
 _BEFORE = ("next", "done", "terminated", "truncated", "correct", "history", keys.LENGTH_STOPPED)
 """Entries of a transition from before its step: a sequence has those of "next", or none."""

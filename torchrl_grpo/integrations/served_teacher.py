@@ -12,7 +12,7 @@ from torchrl.envs import Transform
 from torchrl_grpo import keys
 from torchrl_grpo.integrations.server_answers import LARGEST_VOCABULARY
 from torchrl_grpo.integrations.servers import AT_A_TIME, COMES_BACK_S, connect, require_httpx2
-from torchrl_grpo.models.padding import has
+from torchrl_grpo.models.entries import has
 from torchrl_grpo.transforms.ragged import flatten, set_rows
 
 

@@ -29,9 +29,9 @@ from torchrl_grpo.learner.measures import PassScores, StepMeasures
 from torchrl_grpo.learner.optimizer import EntropyControl, has_small_states
 from torchrl_grpo.learner.shards import read_parts
 from torchrl_grpo.models.compiled import compile_layers
+from torchrl_grpo.models.entries import has, trajectories_of
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import MEMORY_SHARE, StepSetup, step_memory
-from torchrl_grpo.models.padding import has, trajectories_of
 from torchrl_grpo.models.passes import Pass, make_passes
 from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import AverageScorer, TokenScorer, autocast, check_packing

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchrl_grpo import keys as K
 from torchrl_grpo.images import Spans
-from torchrl_grpo.models.padding import columns, demonstrations_in, images_of_rows
+from torchrl_grpo.models.entries import columns, demonstrations_in, images_of_rows
 from torchrl_grpo.models.segments import Segments, send
 
 _OF_SAMPLED: dict[NestedKey, float] = {

@@ -41,10 +41,10 @@ from torchrl_grpo.images.features import (
     with_features,
 )
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
+from torchrl_grpo.models.entries import is_of_wrapper, sequences_of
 from torchrl_grpo.models.head import Centering, chunked_log_probs, tied_embedding, tied_rows
 from torchrl_grpo.models.layout import Layout, packed, padded, pick
 from torchrl_grpo.models.loading import base_model_of, check_adapters
-from torchrl_grpo.models.padding import is_of_wrapper, sequences_of
 from torchrl_grpo.models.recurrent import pack_recurrent
 from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.segments import send

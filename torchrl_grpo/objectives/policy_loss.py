@@ -17,7 +17,7 @@ from torchrl_grpo import functional as F
 from torchrl_grpo import keys
 from torchrl_grpo.checks import Aggregation
 from torchrl_grpo.compat.torchrl import CHOICES, check_choice
-from torchrl_grpo.models.padding import (
+from torchrl_grpo.models.entries import (
     copy_entry,
     has,
     is_of_wrapper,

@@ -24,7 +24,7 @@ from torchrl_grpo.checks import (
 from torchrl_grpo.compat.torchrl import check_choice
 from torchrl_grpo.functional import group_advantage, token_advantage, turn_advantage
 from torchrl_grpo.host.extras import load_extra
-from torchrl_grpo.models.padding import (
+from torchrl_grpo.models.entries import (
     entry,
     has,
     last_rows,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import Transform
 
-from torchrl_grpo.models.padding import has
+from torchrl_grpo.models.entries import has
 
 
 class BatchTransform(Transform):

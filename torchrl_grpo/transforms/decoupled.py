@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import group_advantage
-from torchrl_grpo.models.padding import entry
+from torchrl_grpo.models.entries import entry
 from torchrl_grpo.rewards.spec import part_weight
 
 _CANCELLED = 1e-4  # share of the parts' sizes below which their sum is 0

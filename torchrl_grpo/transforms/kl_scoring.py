@@ -22,8 +22,8 @@ from torchrl_grpo import keys
 from torchrl_grpo.envs.specs import RaggedRows
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.images import Spans
+from torchrl_grpo.models.entries import is_of_wrapper, sequences_of
 from torchrl_grpo.models.loading import base_model_of
-from torchrl_grpo.models.padding import is_of_wrapper, sequences_of
 from torchrl_grpo.models.passes import Pass, make_passes
 from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import TokenScorer, autocast, check_packing

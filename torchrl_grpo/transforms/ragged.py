@@ -11,7 +11,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_st
 from torch import Tensor
 
 from torchrl_grpo import keys
-from torchrl_grpo.models.padding import entry
+from torchrl_grpo.models.entries import entry
 
 
 def flatten(batch: TensorDictBase) -> TensorDictBase:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchrl_grpo import keys
 from torchrl_grpo.checks import KLEstimator, check_bounds
 from torchrl_grpo.functional import KL_ESTIMATORS, overlong_penalty
-from torchrl_grpo.models.padding import (
+from torchrl_grpo.models.entries import (
     entry,
     has,
     last_rows,

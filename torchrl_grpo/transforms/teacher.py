@@ -15,7 +15,7 @@ from torchrl.envs import Transform
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import kl_k1
-from torchrl_grpo.models.padding import has, images_of_row, pad
+from torchrl_grpo.models.entries import has, images_of_row, pad
 from torchrl_grpo.models.passes import Pass
 from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import TokenScorer
@@ -49,7 +49,7 @@ class TeacherStates(KLScoring):
 
 
 class TeacherScoring(Transform):
-    """Let a teacher score responses after the prompts that were written for it,
+    """Lets a teacher score responses after the prompts that were written for it,
     ``("teacher", "prompt")``, if there are any, and writes ``"teacher_valid"``: False where there is
     an empty prompt, or another teacher's data set.
 

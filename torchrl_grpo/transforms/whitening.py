@@ -8,7 +8,7 @@ from torchrl.envs import Transform
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import group_advantage
-from torchrl_grpo.models.padding import has, pad
+from torchrl_grpo.models.entries import has, pad
 from torchrl_grpo.transforms.ragged import flatten, set_tokens
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchrl_grpo import keys
 from torchrl_grpo.host.text import clip, printable
-from torchrl_grpo.models.padding import demonstrations_in, has, pad
+from torchrl_grpo.models.entries import demonstrations_in, has, pad
 from torchrl_grpo.models.rows import Rows
 
 _MOST, _LONGEST = 3, 60

@@ -1,4 +1,5 @@
-"""Ragged batches as padded tensors, and their entries.
+"""Entries of a batch, ragged or padded: whether it has them, as one padded tensor, and how to add one
+that is missing.
 
 Sequences are padded on the right. Under causal attention a real token never attends to later
 tokens, so no attention mask is needed and padding cannot change a result.

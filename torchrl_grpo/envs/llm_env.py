@@ -393,43 +393,23 @@ class LLMEnv(EnvBase):
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         if self.device is not None:
             tensordict = tensordict.cpu()
-        rows = tensordict.get("tokens").unbind(0)
-        stepping = tensordict.get("_step", None)
-        active = [
-            row
-            for row, state in enumerate(self._rows)
-            if not state.outcome.done and (stepping is None or bool(stepping[row].any()))
-        ]
-        length_stopped = tensordict.get(keys.LENGTH_STOPPED, None)
-        log_probs = tensordict.get(keys.LOG_PROBS[0], None)
-        tokens = [row.get(keys.PROMPT[-1]) for row in rows]
-        end = [self.tokenizer.eos_token_id]
-        dialogs: dict[int, Dialog] = {}
-        for row in active:
-            response = rows[row].get(keys.RESPONSE[-1])
-            tokens[row] = torch.cat([tokens[row], response])
-            ids = response.tolist()
-            cut = ids[-1:] != end if length_stopped is None else bool(length_stopped[row])
-            scores = None
-            if log_probs is not None and self._rows[row].limits.log_probs:
-                scores = log_probs[row].get(keys.LOG_PROBS[-1])[-len(ids) :]
-            dialogs[row] = self._dialog(row, ids, cut, scores)
+        tokens, dialogs = self._read_responses(tensordict)
         self.latest = dialogs
         cut_off: dict[int, Dialog] = {}
-        for row, turn in zip(active, self._advance(dialogs), strict=True):
+        for (row, dialog), turn in zip(dialogs.items(), self._advance(dialogs), strict=True):
             state = self._rows[row]
-            state.add_turn(dialogs[row], tokens[row])
-            longer = self._take_turn(state, dialogs[row], turn)
+            state.add_turn(dialog, tokens[row])
+            longer = self._take_turn(state, dialog, turn)
             if longer is not None:
                 tokens[row] = longer
             elif state.outcome.truncated and isinstance(turn, Turn) and turn.score is None:
                 # There was no room for the task's reply, so the dialog ends with the response.
-                cut_off[row] = replace(dialogs[row], finish_reason="length")
+                cut_off[row] = replace(dialog, finish_reason="length")
         for row, turn in zip(cut_off, self._advance(cut_off), strict=True):
             self._take_turn(self._rows[row], cut_off[row], turn)
-        if self.task.group_rewards and active and not self.stepping.any():
+        if self.task.group_rewards and dialogs and not self.stepping.any():
             self._compare()
-        self._end_episodes([self._rows[row] for row in active if self._rows[row].outcome.done])
+        self._end_episodes([self._rows[row] for row in dialogs if self._rows[row].outcome.done])
         if self.input_mode == "tokens":  # otherwise HistoryTransforms counts them later
             self.note_outcomes()
         responses = [row.responses[-1] if row.responses else "" for row in self._rows]
@@ -443,6 +423,28 @@ class LLMEnv(EnvBase):
             self.batch_size,
             device=self.device,
         )
+
+    def _read_responses(self, tensordict: TensorDictBase) -> tuple[list[Tensor], dict[int, Dialog]]:
+        """Return all tokens of each row, and the dialogs that continue, by row, with the responses."""
+        rows = tensordict.get("tokens").unbind(0)
+        stepping = tensordict.get(keys.STEPPING, None)
+        length_stopped = tensordict.get(keys.LENGTH_STOPPED, None)
+        log_probs = tensordict.get(keys.LOG_PROBS[0], None)
+        tokens = [row.get(keys.PROMPT[-1]) for row in rows]
+        end = [self.tokenizer.eos_token_id]
+        dialogs: dict[int, Dialog] = {}
+        for row, state in enumerate(self._rows):
+            if state.outcome.done or (stepping is not None and not stepping[row].any()):
+                continue
+            response = rows[row].get(keys.RESPONSE[-1])
+            tokens[row] = torch.cat([tokens[row], response])
+            ids = response.tolist()
+            cut = ids[-1:] != end if length_stopped is None else bool(length_stopped[row])
+            scores = None
+            if log_probs is not None and state.limits.log_probs:
+                scores = log_probs[row].get(keys.LOG_PROBS[-1])[-len(ids) :]
+            dialogs[row] = self._dialog(row, ids, cut, scores)
+        return tokens, dialogs
 
     def _dialog(
         self, row: int, tokens: list[int], length_stopped: bool, log_probs: Tensor | None

@@ -62,19 +62,24 @@ class Worker(ABC):
         factory: function that makes the part.
     """
 
+    ready = False
+    pid = 0
+    restarts = 0
+    error: BaseException | None = None
+
+    # of a reference model or a teacher
+    weights: Any = None
+
+    # of a sampler
+    version: int | None = None
+    updating: int | None = None
+    engine_state: dict[str, Any] | None = None
+    responses = 0
+
     def __init__(self, name: str, factory: Callable[..., Any]) -> None:
         self.name = name
-        self.ready = False
-        self.pid = 0
-        self.restarts = 0
-        self.error: BaseException | None = None
         self.tasks: list[Any] = []
         self.spans: deque[dict[str, Any]] = deque(maxlen=_MOST_SPANS)
-        self.weights: Any = None
-        self.version: int | None = None
-        self.updating: int | None = None
-        self.engine_state: dict[str, Any] | None = None
-        self.responses = 0
         self._factory = factory
 
     @abstractmethod
@@ -175,20 +180,21 @@ class RayWorker(Worker):
         timeout_s: time limit of a call, and of the start of an actor.
     """
 
+    actor: Any = None
+    _failures = 0  # in a row
+    _useful = True
+    _open_calls = 0
+    _lost: asyncio.Future[BaseException]
+
     def __init__(
         self, name: str, factory: Callable[..., Any], options: Mapping[str, Any], timeout_s: float
     ) -> None:
         super().__init__(name, factory)
         self.role = f"{name.split()[0].capitalize()}Actor"
-        self.actor: Any = None
         self.alive_at = self.heard_at = time.monotonic()
         self.timeout_s = timeout_s
         self._options = options
         self._start_timeout_s = timeout_s
-        self._failures = 0  # in a row
-        self._useful = True
-        self._open_calls = 0
-        self._lost: asyncio.Future[BaseException]
 
     async def start(self, *arguments: Any) -> None:
         """Start an actor and wait until its part is made. After repeated failures, pause first."""

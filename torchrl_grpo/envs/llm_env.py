@@ -530,10 +530,11 @@ class LLMEnv(EnvBase):
             weights: Any = self.task.part_weights
             own = weights.get(row.problem.dataset)  # of its task in a mixture
             weights = own if isinstance(own, Mapping) else weights
-            numbers = (name for name, value in parts.items() if value is not None)
             # Of a problem with only one response, as in an evaluation, any number is the verdict.
-            counts = (self.repeats == 1 or part_weight(name, parts, weights) for name in numbers)
-            if row.outcome.valid and not any(counts):
+            if row.outcome.valid and not any(
+                value is not None and (self.repeats == 1 or part_weight(name, parts, weights))
+                for name, value in parts.items()
+            ):
                 self._invalidate(row, _NO_REWARD)
 
     def _take_turn(self, state: DialogState, dialog: Dialog, turn: Turn | Failure) -> Tensor | None:

@@ -171,13 +171,13 @@ class PolicyTrainer:
             NoSignalError: too many steps in a row without a token that counts.
             MemoryShortError: the device has no more memory.
         """
-        parts = self._optim_batches(batch)
+        batches = self._optim_batches(batch)
         self.scores.begin_batch(len(batch))
         try:
             scores = self._scores_before
             if scores and "value" not in scores:
-                parts = [self._scored(part.exclude(*scores.values())) for part in parts]
-            steps = [self.train_step(part) for _ in range(self.epochs) for part in parts]
+                batches = [self._scored(each.exclude(*scores.values())) for each in batches]
+            steps = [self.train_step(each) for _ in range(self.epochs) for each in batches]
         except torch.OutOfMemoryError as error:
             raise load_extra("explain_step_memory")(self, error) from error
         self.version += 1
@@ -245,9 +245,9 @@ class PolicyTrainer:
         [N], in place: the values, from which the advantages are computed, and the rest of its
         entries. ``train_batch`` adds what a loss without a critic needs.
         """
-        # With the parts and passes of the step, so that the rounding is the same.
-        for part in self._optim_batches(batch):
-            self._scored(part)
+        # In the optimization batches and passes of the step, so that the rounding is the same.
+        for each in self._optim_batches(batch):
+            self._scored(each)
         return batch
 
     def _scored(self, batch: TensorDictBase) -> TensorDictBase:
@@ -400,7 +400,7 @@ class PolicyTrainer:
         self.scores.note(each, scores)
         return {name: value.detach() for name, value in out.items() if name not in TORCHRL_METRICS}
 
-    def _why(self, batch: TensorDictBase, rows: Rows, parts: Sequence[Tensor]) -> str:
+    def _why(self, batch: TensorDictBase, rows: Rows, indices: Sequence[Tensor]) -> str:
         """Describe why no token of a step counts, or the origin of its non-finite numbers, without
         changing the weights.
         """
@@ -411,7 +411,7 @@ class PolicyTrainer:
             return self.forward_backward(Pass(index, rows, self.loss.actor_network), batch)
 
         diagnose, alone = load_extra("where_not_finite"), self.mesh is None
-        return diagnose(self.model, rows, parts, passes, batch, one_by_one=alone)
+        return diagnose(self.model, rows, indices, passes, batch, one_by_one=alone)
 
     def optim_step(self, loss: Tensor, *, empty: bool, why: Callable[[], str]) -> dict[str, float]:
         """Clip the gradients and step, unless the loss or the gradient norm is not finite. Then

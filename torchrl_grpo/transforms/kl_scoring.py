@@ -146,19 +146,19 @@ class KLScoring(BatchTransform):
         mesh = mesh_of(model)
         rank, world_size = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         passes = make_passes(self.scorer, rows, self.max_tokens, rank, world_size)
-        parts = []
+        scores = []
         with self.scorer.for_passes():
             for each in passes:
                 try:
                     with autocast(device, self.autocast_dtype):
-                        parts.append(self._pass(each))
+                        scores.append(self._pass(each))
                 except torch.OutOfMemoryError as error:
                     raise load_extra("explain_scoring_memory")(self, each, error) from error
-        out = parts[0].new_zeros(len(rows.scored), *parts[0].shape[1:], device="cpu")
-        for each, scores in zip(passes, parts, strict=True):
+        out = scores[0].new_zeros(len(rows.scored), *scores[0].shape[1:], device="cpu")
+        for each, of_pass in zip(passes, scores, strict=True):
             if len(each.index):
                 places = rows.of_scored.places(each.index)
-                out[places] = scores.to("cpu")  # waits, now that all passes have started
+                out[places] = of_pass.to("cpu")  # waits, now that all passes have started
         if mesh is not None:  # rows of other ranks are 0 here, so the sum does not round
             out = out.to(device)
             dist.all_reduce(out, group=mesh.get_group())

@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import runpy
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
@@ -45,6 +46,12 @@ if sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:
 settings.register_profile("few", max_examples=40, deadline=None, derandomize=True)
 settings.register_profile("many", max_examples=400, deadline=None)
 settings.load_profile("few")
+
+# A shell ignores these in what it runs in the background or under nohup.
+for number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        is_interrupt = number == signal.SIGINT
+        signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
 
 SEED = 7
 

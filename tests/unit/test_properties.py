@@ -78,71 +78,6 @@ def test_token_weights_add_up(mask: Tensor, length: int) -> None:
     assert constant[mask].tolist() == pytest.approx([1 / length / sequences] * tokens, rel=1e-5)
 
 
-@given(
-    masks(),
-    st.sampled_from(["sequence_mean", "token_mean", "constant"]),
-    st.integers(1, 5),
-    st.randoms(),
-)
-def test_padding_empty_sequences_and_order_do_not_change_a_tokens_weight(
-    mask: Tensor, aggregation: Any, extra: int, random: Any
-) -> None:
-    weights = padded(mask, token_weights(rows_of(mask), aggregation, constant_length=3))
-    order = list(range(len(mask) + 1))
-    random.shuffle(order)
-    wide = torch.zeros(len(mask) + 1, mask.shape[1] + extra, dtype=torch.bool)
-    wide[: len(mask), : mask.shape[1]] = mask
-    flat = token_weights(rows_of(wide[order]), aggregation, constant_length=3)
-    got = padded(wide[order], flat)[torch.tensor(order).argsort()]
-    assert torch.equal(got[: len(mask), : mask.shape[1]], weights)
-    assert got.count_nonzero() == mask.sum()
-
-
-# Advantages
-
-
-@pytest.mark.slow
-@given(masks(), st.floats(0, 1), st.floats(0, 1), st.integers(0, 4), st.data())
-def test_no_time_passes_on_tokens_that_were_not_sampled(
-    mask: Tensor, gamma: float, lmbda: float, gap: int, data: Any
-) -> None:
-    """Tokens of the environment between two sampled ones change no estimate, whatever their values."""
-    reward, value = filled(mask, data), filled(mask, data)
-    got, _ = F.sampled_token_gae(reward, value, mask, gamma, lmbda)
-    at = data.draw(st.integers(0, mask.shape[1]))
-    wide = torch.cat([mask[:, :at], torch.zeros(len(mask), gap, dtype=torch.bool), mask[:, at:]], 1)
-    junk_reward, junk_value = (
-        torch.full(wide.shape, math.nan, dtype=torch.float64) for _ in range(2)
-    )
-    junk_reward[wide], junk_value[wide] = reward[mask], value[mask]
-    again, _ = F.sampled_token_gae(junk_reward, junk_value, wide, gamma, lmbda)
-    torch.testing.assert_close(again[wide], got[mask], rtol=1e-12, atol=1e-12)
-    assert (got[~mask] == 0).all() and (again[~wide] == 0).all()
-
-
-@given(masks(), st.data())
-def test_undiscounted_without_values_the_estimate_is_the_reward_to_come(
-    mask: Tensor, data: Any
-) -> None:
-    reward = filled(mask, data)
-    got, _ = F.sampled_token_gae(reward, torch.zeros_like(reward), mask, 1.0, 1.0)
-    inside = torch.where(mask, reward, 0.0)
-    to_come = torch.where(mask, inside.flip(-1).cumsum(-1).flip(-1), 0.0)
-    torch.testing.assert_close(got, to_come, rtol=1e-9, atol=1e-9)
-
-
-@given(st.integers(1, 50), st.data())
-def test_the_overlong_penalty_falls_in_a_straight_line_from_0_to_minus_1(
-    longest: int, data: Any
-) -> None:
-    buffer = data.draw(st.integers(1, longest))
-    got = F.overlong_penalty(torch.arange(longest + 3), longest, buffer).tolist()
-    free = longest - buffer
-    assert got[: free + 1] == [0.0] * (free + 1)
-    assert got[free:longest] == pytest.approx([-step / buffer for step in range(buffer)])
-    assert got[longest:] == [-1.0] * 3
-
-
 # KL estimators
 
 vocabularies = st.integers(2, 8).flatmap(
@@ -290,28 +225,6 @@ def test_a_sequences_log_ratio_is_its_mean_over_its_own_tokens(
 # Behaviour and proximal policy
 
 
-def proximal_of(current: Tensor, sample: Tensor, staleness: Tensor) -> Tensor:
-    values = {"log_prob": current, "sample_log_prob": sample, "staleness": staleness}
-    t = tokens_of(**values, advantage=current)
-    OffPolicy("interpolated")(t)
-    return t["prox_log_prob"]
-
-
-@given(st.floats(-10, 0), st.floats(-10, 0), st.integers(0, 50))
-def test_the_interpolated_proximal_policy_nears_the_current_when_stale(
-    current: float, sample: float, staleness: int
-) -> None:
-    cur = column([current]).requires_grad_()
-    got, staler = (
-        proximal_of(cur, column([sample]), torch.tensor([d])) for d in (staleness, staleness + 1)
-    )
-    assert not got.requires_grad
-    expected = (sample + staleness * current) / (staleness + 1)
-    assert got.item() == pytest.approx(expected)
-    assert min(current, sample) - 1e-12 <= got.item() <= max(current, sample) + 1e-12
-    assert abs(staler.item() - current) <= abs(got.item() - current) + 1e-12
-
-
 @given(
     masks(),
     st.floats(0.1, 5),
@@ -342,17 +255,3 @@ def test_behaviour_weights_are_bounded_ratios_of_tokens_or_sequences(
                 assert weight == pytest.approx(plain)
     OffPolicy("recomputed", level=level, cap=cap)(t)
     assert (t["behaviour_weight"] == 1).all()
-
-
-# Statistics
-
-
-@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20), st.floats(1e-3, 1e3))
-def test_the_effective_sample_size_is_a_share_that_scale_does_not_change(
-    weights: list[float], factor: float
-) -> None:
-    w = torch.tensor(weights, dtype=torch.float64)
-    share = F.effective_sample_size(w.mean(), w.square().mean()).item()
-    assert 1 / len(weights) - 1e-9 <= share <= 1 + 1e-9
-    scaled = F.effective_sample_size((factor * w).mean(), (factor * w).square().mean()).item()
-    assert scaled == pytest.approx(share)

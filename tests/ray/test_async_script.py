@@ -252,7 +252,7 @@ def test_a_sampler_that_hangs_is_shown_with_its_groups(tmp_path: Path) -> None:
         counted + "    if calls > 90:\n        time.sleep(1000)\n    return 1.0\n"
     )
     with Script(
-        ASYNC, tmp_path, "train.total_dialog_turns=160", "evaluation.num_prompts=0", "train.stall_timeout_s=10",
+        ASYNC, tmp_path, "train.total_dialog_turns=160", "evaluation.num_prompts=0", "train.stall_timeout_s=30",
         "policy.kl_coef=0", f"env.reward={tmp_path / 'slow.py'}:score",
     ) as running:  # fmt: skip
         running.wait()

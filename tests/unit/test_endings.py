@@ -68,11 +68,11 @@ def test_a_run_whose_stacks_cannot_be_written_ends_all_the_same(
     (tmp_path / "run" / "stacks.txt").mkdir(parents=True)
     slow = f"env.reward={tmp_path}/slow.py:score"
     with pytest.raises(SystemExit) as ended, orderly_exit():
-        run(tmp_path / "run", slow, steps(5), "train.stall_timeout_s=6")
+        run(tmp_path / "run", slow, steps(5), "train.stall_timeout_s=15")
     assert ended.value.code == STALLED_STATUS
     stderr = capfd.readouterr().err
     assert (
-        "error: no progress for 6 s (train.stall_timeout_s); current task: sample and score the batch of step 3"
+        "error: no progress for 15 s (train.stall_timeout_s); current task: sample and score the batch of step 3"
         in stderr
     )
     assert "Its stacks could not be written (IsADirectoryError" in stderr
@@ -89,16 +89,16 @@ def test_a_run_that_stands_still_shows_where_and_saves(
     start = time.monotonic()
     with pytest.raises(SystemExit) as ended, orderly_exit():
         run(
-            tmp_path / "run", f"env.reward={tmp_path}/slow.py:score", steps(5), "train.stall_timeout_s=6",
+            tmp_path / "run", f"env.reward={tmp_path}/slow.py:score", steps(5), "train.stall_timeout_s=15",
             f"env.reward_workers={workers}", *timeout,
         )  # fmt: skip
     assert ended.value.code == STALLED_STATUS == 75
-    assert time.monotonic() - start < 120
+    assert time.monotonic() - start < 300
     stacks = (tmp_path / "run" / "stacks.txt").read_text()
     assert "current task: sample and score the batch of step 3" in stacks.splitlines()[0]
     assert stacks.count('slow.py", line 8 in score') == 1
     assert ("reward_pool" in stacks and "\nprocess " in stacks) or not workers
-    assert "error: no progress for 6 s (train.stall_timeout_s)" in capfd.readouterr().err
+    assert "error: no progress for 15 s (train.stall_timeout_s)" in capfd.readouterr().err
     check_whole(at(tmp_path / "run", 2))
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 2
 

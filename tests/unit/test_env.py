@@ -240,6 +240,14 @@ def test_the_second_turn_keeps_all_tokens_and_adds_the_template(tokenizer, encod
     assert last["next", "text", "response"] == ["p", "q", "stop", "z"]
 
 
+def test_a_row_that_takes_no_part_in_a_step_waits_for_its_turn(tokenizer, encode):
+    env = LLMEnv(EchoTask(), tokenizer, num_envs=2, repeats=2)
+    data = env.reset().set("_step", torch.tensor([[True], [False]]))
+    respond(env, data, [[*encode("a"), END], [*encode("b"), END]])
+    assert env.stepping.tolist() == [False, True]
+    assert [state.responses for state in env.states] == [["a"], []]
+
+
 def test_a_dialog_that_could_go_on_is_truncated_by_turns_and_by_tokens(tokenizer, encode):
     env = LLMEnv(TwoTurnTask(), tokenizer, num_envs=2, repeats=2, max_turns=1)
     after = respond(env, env.reset(), [[*encode("x"), END], [*encode("stop"), END]])

@@ -18,7 +18,7 @@ from tests.support.runs import at
 from torchrl_grpo.assembly.prepare import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, plain
-from torchrl_grpo.config.resumed import on_saved_config
+from torchrl_grpo.config.resumed import check_options, on_saved_config
 from torchrl_grpo.config.schema import LENGTHS
 from torchrl_grpo.extras.report.summary import summarize
 from torchrl_grpo.learner.resume import find_resume
@@ -178,6 +178,17 @@ def test_an_algorithm_or_a_group_of_keys_replaces_the_saved_one() -> None:
     )
     assert merged.env.chat_template_kwargs == {"b": 2}
     assert merged.env.max_turns == 2
+
+
+@pytest.mark.slow
+def test_the_fix_for_a_batch_of_another_size_is_accepted() -> None:
+    saved = plain(compose_config("env.num_envs=32"))
+    path = Path("checkpoint_000001")
+    fix = r"train\.dialog_turns_per_batch=32 and a divisor of it as env\.num_envs\."
+    with pytest.raises(ConfigError, match=f"per_batch=64 must be 32, .*use {fix}$"):
+        check_options(saved, plain(compose_config("env.num_envs=64")), path)
+    fixed = compose_config("env.num_envs=16", "train.dialog_turns_per_batch=32")
+    check_options(saved, plain(fixed), path)
 
 
 def test_two_lengths_on_the_command_line_exclude_each_other() -> None:

@@ -197,9 +197,11 @@ def check_options(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path)
         compared = bool if name == "policy.value_coef" else lambda value: value
         if name in before and compared(before[name]) != compared(value):
             there = excerpt(before[name])
+            is_batch = name == "train.dialog_turns_per_batch"
+            also = " and a divisor of it as env.num_envs" if is_batch else ""
             raise ConfigError(
                 f"{name}={excerpt(value)} must be {there}, because the state in {path} depends on "
-                f"it: use {name}={there}."
+                f"it: use {name}={there}{also}."
             )
 
 

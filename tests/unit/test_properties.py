@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.support.losses import Table, padded, rows_of, tokens_of
 from torchrl_grpo import functional as F
-from torchrl_grpo.objectives import CISPO, SAPO, Clip, GRPOLoss, OffPolicy
+from torchrl_grpo.objectives import CISPO, SAPO, GRPOLoss
 from torchrl_grpo.objectives.tokens import token_weights
 
 junk = st.sampled_from([math.nan, math.inf, -math.inf, 1e30])
@@ -137,23 +137,6 @@ def test_importance_ratios_are_inverse_to_one_another_and_bounded(a: float, b: f
     assert forth == pytest.approx(math.exp(max(-20, min(20, a - b))))
 
 
-@given(ratios, advantages, clips, clips, st.floats(0, 0.09), st.floats(0, 2))
-def test_the_clipped_surrogate_is_a_lower_bound_tight_in_the_range(
-    ratio: float, value: float, low: float, high: float, lower: float, higher: float
-) -> None:
-    t = tokens_of(ratio=column([ratio]), advantage=column([value]))
-    clipped = Clip(low, high).double()(t).item()
-    plain = ratio * value
-    assert clipped <= plain + 1e-12
-    if 1 - low <= ratio <= 1 + high:
-        assert clipped == plain
-    # It is also tight where the clip would make the objective larger, and a wider range never makes
-    # it smaller.
-    if (value > 0 and ratio < 1 - low) or (value < 0 and ratio > 1 + high):
-        assert clipped == plain
-    assert clipped <= Clip(low + lower, high + higher).double()(t).item() + 1e-12
-
-
 @given(ratios, advantages, clips, st.floats(1.01, 5))
 def test_dual_clip_bounds_the_objective_of_a_negative_advantage_alone(
     ratio: float, value: float, clip: float, bound: float
@@ -220,38 +203,3 @@ def test_a_sequences_log_ratio_is_its_mean_over_its_own_tokens(
         assert mean == pytest.approx(math.fsum(inside) / len(inside) if inside else 0.0, abs=1e-12)
     moved = rows.mean((values + shift)[mask]) - got
     assert moved.tolist() == pytest.approx([shift * float(keep.any()) for keep in mask], abs=1e-12)
-
-
-# Behaviour and proximal policy
-
-
-@given(
-    masks(),
-    st.floats(0.1, 5),
-    st.sampled_from(["truncate", "mask"]),
-    st.sampled_from(["token", "sequence"]),
-    st.data(),
-)
-def test_behaviour_weights_are_bounded_ratios_of_tokens_or_sequences(
-    mask: Tensor, cap: float, bound: Any, level: Any, data: Any
-) -> None:
-    log_ratio = filled(mask, data).requires_grad_()
-    flat, zero = log_ratio[mask], torch.zeros(int(mask.sum()), dtype=torch.float64)
-    values = {"prox_log_prob": flat, "sample_log_prob": zero, "log_prob": zero, "advantage": zero}
-    t = tokens_of(*mask.sum(1).tolist(), **values)
-    OffPolicy("recomputed", weight=bound, level=level, cap=cap)(t)
-    got = padded(mask, t["behaviour_weight"])
-    assert not got.requires_grad
-    for row, keep, weights in zip(log_ratio.tolist(), mask.tolist(), got.tolist(), strict=True):
-        inside = [value for value, kept in zip(row, keep, strict=True) if kept]
-        for value, kept, weight in zip(row, keep, weights, strict=True):
-            if not kept:
-                assert math.isfinite(weight)
-                continue
-            plain = math.exp(value if level == "token" else max(-20, min(20, math.fsum(inside))))
-            if plain > cap * (1 + 1e-9):
-                assert weight == (cap if bound == "truncate" else 0.0)
-            elif plain < cap * (1 - 1e-9):
-                assert weight == pytest.approx(plain)
-    OffPolicy("recomputed", level=level, cap=cap)(t)
-    assert (t["behaviour_weight"] == 1).all()

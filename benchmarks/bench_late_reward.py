@@ -1,17 +1,18 @@
 """A game whose only reward comes at its end, with and without luck on the way: GRPO and PPO.
 
     python benchmarks/bench_late_reward.py
-    python benchmarks/bench_late_reward.py --conditions luck/ppo --seeds 0 --steps 20 --lrs 3e-4
+    python benchmarks/bench_late_reward.py --conditions late_luck/ppo --seeds 0 --steps 20 --lrs 3e-4
 
-A game has six turns. In each the policy bids a digit, and its skill is the mean bid, 9 being 1 and what is no digit 0.
-After the first turn each game draws a bonus of -3 to 3 by chance, whatever was bid, and the policy reads it (as 1 to 7)
-from then on. The reward, at the end of the game, is the skill and, with luck, the bonus. The members of a group differ
-in their bonus, so that the mean of the group cannot take it off; a critic can read it. Without luck the policy reads
-the same, and the reward is the skill.
+A game has four turns. In each the policy bids a digit, and its skill is the mean bid, 9 being 1 and what is no digit 0.
+Each game draws a bonus of -3 to 3 by chance, whatever is bid, and the policy reads it (as 1 to 7): with `luck` from the
+start, as where an environment draws its own start; with `late_luck` only after the first bid. The reward, at the end of
+the game, is the skill and the bonus. The members of a group differ in their bonus, so that the mean of the group cannot
+take it off; a critic can read it. With `no_luck` the policy reads what it does with `late_luck`, and the reward is the
+skill.
 
 All conditions play the same number of games. Each tries the same learning rates with the first seed, and that with the
-largest mean skill over the run is run with the other seeds. All runs are in this process, from the included model, on
-one thread.
+largest mean skill over the run is run with the other seeds, the conditions in turns. All runs are in this process, from
+the included model, on one thread.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from machine import surroundings
 import torchrl_grpo
 
 ROOT = Path(__file__).resolve().parents[1]
-TURNS = 6
 GAME = """\
 import random
 from pathlib import Path
@@ -43,8 +43,8 @@ skills = Path({skills!r})
 
 class Game:
     def reset(self, seed):
-        self.bids, self.bonus = [], 0
-        return f"{{seed % 10}}0"
+        self.bids, self.bonus = [], chance.randint(1, 7) if {known} else 0
+        return f"{{seed % 10}}{{self.bonus}}"
 
     def step(self, response):
         self.bids.append(int(response[0]) / 9 if response[:1] in set("0123456789") else 0)
@@ -56,27 +56,34 @@ class Game:
                 file.write(f"{{skill}}\\n")
         return f"{{self.bonus}}", (skill + {luck} * (self.bonus - 4)) * done, done
 """
-LUCK = {"luck": 1, "no_luck": 0}
-CONDITIONS = [f"{luck}/{algorithm}" for luck in LUCK for algorithm in ("grpo", "ppo")]
+GAMES_OF = {
+    "luck": {"luck": 1, "known": True},
+    "late_luck": {"luck": 1, "known": False},
+    "no_luck": {"luck": 0, "known": False},
+}
+"""The weight of the bonus, and whether it is known before the first bid."""
+CONDITIONS = [f"{game}/{algorithm}" for game in GAMES_OF for algorithm in ("grpo", "ppo")]
 LRS = (1e-4, 3e-4, 1e-3)
 GAMES = 64
 
 
-def train(out: Path, condition: str, lr: float, seed: int, steps: int) -> dict[str, Any]:
+def train(
+    out: Path, condition: str, lr: float, seed: int, steps: int, turns: int
+) -> dict[str, Any]:
     """Return the mean skill in each step of a run, and with PPO the share of the returns' variance
     that its critic explains.
     """
-    luck, algorithm = condition.split("/")
-    name = f"{luck}_{algorithm}_{lr:g}_{seed}".replace("-", "_").replace(".", "_")
+    kind, algorithm = condition.split("/")
+    name = f"{kind}_{algorithm}_{lr:g}_{seed}".replace("-", "_").replace(".", "_")
     folder = out / name
     game, skills = out / f"game_{name}.py", out / f"{name}.txt"
-    text = GAME.format(seed=seed, skills=str(skills), turns=TURNS, luck=LUCK[luck])
+    text = GAME.format(seed=seed, skills=str(skills), turns=turns, **GAMES_OF[kind])
     game.write_text(text)
     overrides = {
         "algo": algorithm,
         "env.dataset": None,
         "env.environment": f"{game}:Game",
-        "env.max_turns": TURNS,
+        "env.max_turns": turns,
         "env.num_envs": GAMES,
         "env.repeats": 8,
         "inference_model.max_new_tokens": 1,
@@ -116,28 +123,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--conditions", nargs="+", default=CONDITIONS, choices=CONDITIONS)
     parser.add_argument("--lrs", nargs="+", type=float, default=LRS)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4, 5])
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/late_reward.json")
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(1)
-    runs: list[dict[str, Any]] = []
+    record: dict[str, Any] = {
+        "surroundings": surroundings(("torch", "transformers", "torchrl")),
+        "runs": [],
+    }
 
-    def add(condition: str, lr: float, seed: int) -> None:
+    def add(condition: str, lr: float, seed: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
-            runs.append(train(Path(folder), condition, lr, seed, options.steps))
-        print(describe(runs[-1]), file=sys.stderr, flush=True)
+            run = train(Path(folder), condition, lr, seed, options.steps, options.turns)
+        print(describe(run), file=sys.stderr, flush=True)
+        record["runs"].append(run)
+        options.out.write_text(json.dumps(record) + "\n")
+        return run
 
+    rates = {}
     for condition in options.conditions:
-        tried = len(runs)
-        for lr in options.lrs:
-            add(condition, lr, options.seeds[0])
-        best = max(runs[tried:], key=lambda run: fmean(run["skill"]))
-        for seed in options.seeds[1:]:
-            add(condition, best["lr"], seed)
-    record = {"surroundings": surroundings(("torch", "transformers", "torchrl")), "runs": runs}
-    options.out.write_text(json.dumps(record) + "\n")
+        tried = [add(condition, lr, options.seeds[0]) for lr in options.lrs]
+        rates[condition] = max(tried, key=lambda run: fmean(run["skill"]))["lr"]
+    for seed in options.seeds[1:]:
+        for condition, lr in rates.items():
+            add(condition, lr, seed)
 
 
 if __name__ == "__main__":

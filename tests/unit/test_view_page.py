@@ -193,6 +193,7 @@ def test_any_metric_is_found_shown_and_remembered(
     page.get_by_label("search metrics").fill("SEQUEN")
     expect(page.locator(".picks label:visible")).to_have_text(["rollout/sequences"])
     page.get_by_label("rollout/sequences").check()
+    expect(page.locator("figure")).to_have_count(before + 1)
     page.get_by_label("search metrics").fill("")
     page.get_by_label("Entropy (nats per token)", exact=True).uncheck()
     expect(page.locator("figure")).to_have_count(before)
@@ -290,6 +291,7 @@ def test_a_response_leads_to_its_tokens_and_back(page: Page, address: str) -> No
     page.get_by_role("link", name="Previous response").click()
     expect(page.locator(".strip")).to_contain_text("no 7")
     page.go_back()
+    expect(page.locator(".strip")).not_to_contain_text("no 7")  # or the next one would be lost
     page.go_back()
     page.wait_for_selector("section")
 

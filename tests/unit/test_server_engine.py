@@ -677,15 +677,16 @@ def test_a_context_that_is_no_number_is_refused_before_weights_load(
         prepare(compose_config(*served(http.address)), [])
 
 
+def load(engine: ServerEngine, model: torch.nn.Module, version: int, changes: bool) -> None:
+    handle = ObjectSender(torch.float32).pack(named_weights(model), version)
+    handle.note(changes=changes)
+    engine.load(handle, version)
+
+
 @pytest.mark.slow
 def test_a_server_that_only_claims_to_have_loaded_weights_is_an_error(
     engine: ServerEngine, stub: SGLangStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(model: torch.nn.Module, version: int, changes: bool) -> None:
-        handle = ObjectSender(torch.float32).pack(named_weights(model), version)
-        handle.note(changes=changes)
-        engine.load(handle, version)
-
     def respond(route: str, body: dict) -> tuple[int, dict]:
         if route != "/update_weights_from_disk":
             return old(route, body)
@@ -693,13 +694,25 @@ def test_a_server_that_only_claims_to_have_loaded_weights_is_an_error(
         return 200, {"success": True}
 
     base, old = AutoModelForCausalLM.from_pretrained(starter_path()), stub.respond
-    load(base, 0, False)
-    load(moved(), 1, True)
+    load(engine, base, 0, False)
+    load(engine, moved(), 1, True)
     monkeypatch.setattr(stub, "respond", respond)
     with pytest.raises(ReceiptError, match="trained weights of version 2"):
-        load(base, 2, True)
-    load(moved(), 3, False)  # a step with a learning rate of 0
+        load(engine, base, 2, True)
+    load(engine, moved(), 3, False)  # a step with a learning rate of 0
     assert engine.receipt_s > 0
+
+
+@pytest.mark.slow
+def test_a_sampler_may_find_the_weights_of_the_one_that_it_replaces(
+    engine: ServerEngine, stub: SGLangStub, tmp_path: Path
+) -> None:
+    load(engine, moved(), 6, True)
+    with ServerEngine(
+        stub.address, folder=tmp_path / "second", tied=TIED, starts_within_s=1
+    ) as second:
+        load(second, moved(), 6, True)
+        assert second.policy_version == 6
 
 
 # Adapters

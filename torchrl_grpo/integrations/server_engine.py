@@ -285,13 +285,13 @@ class ServerEngine(Engine):
             self.policy_version = version
 
     def load(self, handle: WeightHandle, version: int) -> None:
-        """See ``Engine``. Trained weights must change what the server predicts.
+        """See ``Engine``. Trained weights must change what the server predicts, but not if they are
+        the first that this engine loads: the server may have them from the sampler that this one
+        replaces.
 
         Raises:
             ReceiptError: its predictions did not change.
         """
-        if self._folder is not None and not self._answer:
-            self._answer = self._server.candidates(_PROBE, 1.0)
         changes = handle.changes and version != self.policy_version
         super().load(handle, version)
         if self._folder is None:

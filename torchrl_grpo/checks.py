@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from torchrl_grpo.errors import InvalidRewardError
 
-STARTERS = {"starter": "model", "vision_starter": "vision_model"}
+STARTERS = {"starter": "model", "tool_starter": "tool_model", "vision_starter": "vision_model"}
 """Included models: names for ``model.name``, and their folders in ``torchrl_grpo/starter``."""
 GENERATED = ("arithmetic", "countdown", "shapes")
 """Built-in generated data sets."""

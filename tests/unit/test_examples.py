@@ -32,6 +32,7 @@ EXAMPLES = (
     "my_tasks",
     "my_tools",
     "my_agent",
+    "my_tool_agent",
     "my_branches",
 )
 

@@ -38,7 +38,7 @@ PARSER = """
 from torchrl_grpo.tools import ToolCall
 
 def parse(text):
-    return [ToolCall("NAME", {"a": 2, "b": 3})]
+    return [ToolCall(CALL)]
 """
 
 
@@ -229,10 +229,11 @@ def test_a_missing_package_is_refused_with_the_extra(monkeypatch: pytest.MonkeyP
 def test_a_run_calls_a_server_and_leaves_no_process(
     kind: str, http: HTTPServer, tmp_path: Path
 ) -> None:
-    name, spec = "add", http.spec
+    spec, call = http.spec, "'add', {'a': 2, 'b': 3}"
     if kind == "stdio":
-        name, spec = "multiply", f"mcp:{sys.executable} {ROOT / 'examples' / 'my_mcp_server.py'}"
-    (tmp_path / "parser.py").write_text(PARSER.replace("NAME", name))
+        spec = f"mcp:{sys.executable} {ROOT / 'examples' / 'my_mcp_server.py'}"
+        call = "'calculator', {'expression': '2+3'}"
+    (tmp_path / "parser.py").write_text(PARSER.replace("CALL", call))
     steps = 2 if kind == "http" else 1000
     options = (
         f"env.tools=['{spec}']",

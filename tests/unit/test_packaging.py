@@ -19,12 +19,13 @@ from packaging.utils import canonicalize_name
 
 from tests.support.configs import ROOT
 from tools.prepare_release import LINK, absolute, check_tag, urls
+from torchrl_grpo.checks import STARTERS
 from torchrl_grpo.runtime.cluster import MIN_RAY
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 OPTIONAL = PROJECT["optional-dependencies"] | PYPROJECT["dependency-groups"]
-STARTER_LIMIT = 3 * 2**20
+STARTER_LIMITS = {"model": 3 * 2**20, "tool_model": 2**20, "vision_model": 2**20}
 NOT_FROM_A_PLAIN_INDEX = {"torch", "torchvision", "torchaudio", "torchcodec"}
 DISTRIBUTIONS = {
     "hydra": "hydra-core",
@@ -129,15 +130,17 @@ def test_the_wheel_holds_the_files_of_package_and_config_only(wheel: zipfile.Zip
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_starter_model_within_its_size(wheel: zipfile.ZipFile) -> None:
-    sizes = {
-        i.filename: i.file_size
-        for i in wheel.infolist()
-        if i.filename.startswith("torchrl_grpo/starter/model/")
-    }
-    names = {name.rpartition("/")[2] for name in sizes}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
-    assert sum(sizes.values()) <= STARTER_LIMIT
+def test_the_wheel_holds_the_starter_models_within_their_sizes(wheel: zipfile.ZipFile) -> None:
+    assert set(STARTER_LIMITS) == set(STARTERS.values())
+    for folder, limit in STARTER_LIMITS.items():
+        sizes = {
+            i.filename.rpartition("/")[2]: i.file_size
+            for i in wheel.infolist()
+            if i.filename.startswith(f"torchrl_grpo/starter/{folder}/")
+        }
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(sizes)
+        assert {"tokenizer_config.json", "chat_template.jinja"} <= set(sizes)
+        assert sum(sizes.values()) <= limit
 
 
 def test_the_wheel_carries_version_license_and_extras(wheel: zipfile.ZipFile) -> None:

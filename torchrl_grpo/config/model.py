@@ -17,8 +17,8 @@ class ModelConfig:
     """The model that is trained."""
 
     name: str = "starter"
-    """A folder, a name on the Hugging Face hub, or ``starter`` or ``vision_starter``: the small
-    models included in the package.
+    """A folder, a name on the Hugging Face hub, or ``starter``, ``tool_starter`` or
+    ``vision_starter``: the small models included in the package.
     """
     revision: str | None = None
     """On the hub: branch, tag or commit, for trainer, reference, tokenizer and engine."""

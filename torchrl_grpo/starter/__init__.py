@@ -1,9 +1,10 @@
 """The included starter models: ``starter``, a small Qwen2 model that adds two-digit numbers and
-mostly forgets to carry, and ``vision_starter``, a small Idefics3 model that counts shapes in
-pictures and mostly stops early.
+mostly forgets to carry; ``tool_starter``, the same model trained to call a calculator, which it
+rarely does; and ``vision_starter``, a small Idefics3 model that counts shapes in pictures and
+mostly stops early.
 
-``tools/make_starter.py`` and ``tools/make_vision_starter.py`` made them; each folder has a model
-card.
+``tools/make_starter.py``, ``tools/make_tool_starter.py`` and ``tools/make_vision_starter.py`` made
+them; each folder has a model card.
 """
 
 from __future__ import annotations

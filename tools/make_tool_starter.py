@@ -1,6 +1,6 @@
 """Make the tool starter: a model that can call a calculator but rarely does.
 
-    python tools/make_tool_starter.py --out DIR     # about 2 minutes on 2 CPU cores
+    python tools/make_tool_starter.py --out DIR     # about 2 minutes of CPU time
 
 It is the starter, trained further on the *train* split of ``ArithmeticTask(difficulty=4)``: sums and
 differences of three-digit numbers, and a tool ``calculator(expression)``. Its demonstrators

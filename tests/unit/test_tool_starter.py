@@ -99,6 +99,7 @@ def test_the_answer_repeats_the_result(model: Any, tool: ModuleType) -> None:
     assert sum(right) / len(right) > 0.9
 
 
+@pytest.mark.slow
 def test_about_one_response_in_five_begins_a_call(model: Any) -> None:
     """So most groups of 8 have a call and a response without one, whose rewards differ."""
     prompts = torch.tensor([prompt_of(problem) for problem in TASK.problems("train")[:64]])
@@ -135,6 +136,7 @@ def test_model_has_the_stated_architecture_and_size(model: Any) -> None:
     assert TOKENIZER.get_vocab() == starter.get_vocab()
 
 
+@pytest.mark.slow
 def test_weights_in_float16_load_in_float32_by_default(model: Any) -> None:
     stored = load_file(starter_path(NAME) / "model.safetensors")
     assert {weight.dtype for weight in stored.values()} == {torch.float16}
@@ -165,6 +167,7 @@ def test_demonstrators_sometimes_copy_a_digit_wrong(tool: ModuleType) -> None:
     assert {sum(a != b for a, b in zip(e, "222-111", strict=True)) for e in wrong} == {1}
 
 
+@pytest.mark.slow
 def test_demonstrations_call_or_give_up(tool: ModuleType) -> None:
     rng, rows = random.Random(0), []
     for _ in range(8):

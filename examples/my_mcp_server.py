@@ -1,7 +1,8 @@
 """An MCP server, written with the official package (pip install 'torchrl_grpo[mcp]').
 
 python sota/grpo/grpo.py --config-name grpo_arithmetic model.name=tool_starter env.difficulty=4 \\
-    'env.tools=["mcp:python examples/my_mcp_server.py"]' env.max_turns=2 inference_model.max_new_tokens=96
+    'env.tools=["mcp:python examples/my_mcp_server.py"]' env.max_turns=2 \\
+    inference_model.max_new_tokens=96 inference_model.temperature=0.5
 """
 
 import re

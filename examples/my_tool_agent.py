@@ -1,7 +1,8 @@
 """An agent with a tool of its own: it passes a calculator to an OpenAI client and runs the calls.
 
     python sota/grpo/grpo.py --config-name grpo_arithmetic model.name=tool_starter env.difficulty=4 \\
-        env.agent=examples/my_tool_agent.py:play env.max_turns=2 inference_model.max_new_tokens=96
+        env.agent=examples/my_tool_agent.py:play env.max_turns=2 \\
+        inference_model.max_new_tokens=96 inference_model.temperature=0.5
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def places(overrides: list[str], option: tuple[str, ...]) -> Iterator[list[str]]
 
 def test_the_project_shows_lines_of_both_scripts_in_all_its_folders() -> None:
     folders = {file.partition("/")[0] for file, _, _ in SHOWN}
-    assert folders == {"README.md", "Makefile", "Dockerfile", "docs", "examples", "sota", "tools"}
+    assert folders == {"README.md", "Makefile", "Dockerfile", "docs", "examples", "sota"}
     assert {script for _, script, _ in SHOWN} == {"grpo", "grpo-async"}
     assert len(LINES) > 50
 

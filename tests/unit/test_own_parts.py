@@ -90,11 +90,15 @@ def test_a_part_that_cannot_be_meant_is_refused(
     ("name", "forward", "message"),
     [
         ("mine", lambda self, t: (ratio_mean(self, t), {}), r"Mine\.forward must return one"),
-        ("objective", lambda self, t: (t["ratio"], {}), r"Mine adds loss_objective, but a name of"),
+        (
+            "objective",
+            lambda self, t: (t["ratio"], {}),
+            r"Mine adds loss_objective, but the name of",
+        ),
         (
             "mine",
             lambda self, t: (t["ratio"], t.means(loss_ratio=t["ratio"])),
-            r"Mine adds loss_ratio, .* a name of a metric must not begin with loss_: rename it",
+            r"Mine adds loss_ratio, .* the name of a metric must not begin with loss_: rename it",
         ),
     ],
 )

@@ -5,9 +5,7 @@ metric.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ from tests.support.configs import ROOT, compose_config
 from tests.support.documentation import undocumented
 from tests.support.models import make_tiny_model
 from tests.support.tasks import make_queue, next_batch
+from tests.support.tools import load_tool
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.algorithm import make_loss
 from torchrl_grpo.collectors import RolloutCollector
@@ -91,15 +90,6 @@ def test_the_names_of_the_losss_terms_are_what_the_page_says() -> None:
         assert [
             name for name in loss.out_keys if name.startswith("loss_") and name != "loss_objective"
         ] == outputs[:1]
-
-
-def load_tool(name: str) -> ModuleType:
-    """Import a script of ``tools/``."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    return tool
 
 
 def test_the_page_of_config_keys_is_up_to_date() -> None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from tests.support.configs import ROOT
+from tests.support.tools import load_tool
 
 griffe = pytest.importorskip("griffe")  # make docs installs it
 
 
 @pytest.fixture(scope="module")
 def hook() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_hook", ROOT / "tools" / "site_hook.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("site_hook")
 
 
 def page(path: str) -> SimpleNamespace:

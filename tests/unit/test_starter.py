@@ -4,7 +4,6 @@ the documented one.
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import unicodedata
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from tests.support.tools import load_tool
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Problem
@@ -33,12 +33,7 @@ def model() -> Qwen2ForCausalLM:
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "tools" / "make_starter.py"
-    spec = importlib.util.spec_from_file_location("make_starter", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("make_starter")
 
 
 def grade(model: Qwen2ForCausalLM, problems: Sequence[Problem], **sampling: object) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import re
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.tools import load_tool
 from torchrl_grpo.chat.template import ChatEncoder, TurnTemplate
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
@@ -28,7 +28,6 @@ from torchrl_grpo.tools import ToolCall, parse_tool_calls, tool_message
 
 NAME = "tool_starter"
 TOKENIZER = loading.load_tokenizer(NAME)
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
 TASK = ArithmeticTask(difficulty=4)
 END = (TOKENIZER.eos_token_id,)
 
@@ -40,17 +39,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "make_tool_starter", TOOLS / "make_tool_starter.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(TOOLS))  # it uses the other tool
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(TOOLS))
-    return module
+    return load_tool("make_tool_starter")
 
 
 def prompt_of(problem: Problem) -> list[int]:

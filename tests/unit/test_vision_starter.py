@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +13,7 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from tests.support.tools import load_tool
 from torchrl_grpo.chat.template import ChatEncoder
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
@@ -28,7 +27,6 @@ from torchrl_grpo.tasks.shapes import ShapesTask
 
 NAME = "vision_starter"
 TOKENIZER = loading.load_tokenizer(NAME)
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +41,7 @@ def encoder(model: Any) -> ImageEncoder:
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "make_vision_starter", TOOLS / "make_vision_starter.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(TOOLS))  # it uses the other tool
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(TOOLS))
-    return module
+    return load_tool("make_vision_starter")
 
 
 def prompt_of(encoder: ImageEncoder, problem: Problem) -> Prompt:

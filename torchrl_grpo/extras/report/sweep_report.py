@@ -98,7 +98,7 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
             "there is no such job: use a folder such as multirun/2026-01-31/12-00-00."
         )
     keys = varying_keys(jobs)
-    ranked = sorted(jobs, key=lambda job: math.inf if job.outcome is None else -job.outcome)
+    best_first = sorted(jobs, key=lambda job: math.inf if job.outcome is None else -job.outcome)
     tested = any(job.summary["before_step"] is not None for job in jobs)
     settings = _settings(jobs, [key for key in keys if key != "seed"])
     colors = [*_BRIGHT, *[_GRAY] * len(settings)][: len(settings)]
@@ -120,8 +120,8 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
     page = page_template("sweep.html.j2").render(
         title=titles.pop() if len(titles) == 1 else "GRPO sweep",
         name="/".join(directory.resolve().parts[-2:]),
-        jobs=ranked,
-        comparisons=_against_best(directory, ranked),
+        jobs=best_first,
+        comparisons=_against_best(directory, best_first),
         reports={job.name for job in jobs if (directory / job.name / "report.html").exists()},
         keys=keys,
         short_value=short_value,
@@ -138,10 +138,11 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _against_best(directory: Path, ranked: Sequence[Job]) -> dict[str, str]:
+def _against_best(directory: Path, best_first: Sequence[Job]) -> dict[str, str]:
     """Compare each job's last evaluation with that of the best job, over the same problems."""
     best, *others = [
-        (job.name, tests_of(read_samples(directory / job.name / SAMPLES_FILE))) for job in ranked
+        (job.name, tests_of(read_samples(directory / job.name / SAMPLES_FILE)))
+        for job in best_first
     ]
     comparisons = adjust([compare_tests(best[1], tests) for _, tests in others])
     return {

@@ -18,6 +18,7 @@ import pytest
 from tests.support.configs import compose_config
 from tests.support.devices import CPU
 from tests.support.documentation import undocumented
+from tests.support.processes import command_line
 from tests.support.scripts import ASYNC, SMALL, SYNC, Script, rows_of
 from tests.support.traces import events_of, span_of
 from torchrl_grpo.assembly import prepare as prepare_module
@@ -176,11 +177,9 @@ def test_a_killed_learner_ends_the_script_and_leaves_no_process(tmp_path: Path) 
         "evaluation.num_prompts=0", "train.checkpoint_frequency=1",
     ) as running:  # fmt: skip
         running.wait(lambda: len(rows_of(tmp_path)) > 3)
-        rank = [
-            process
-            for process in running.family
-            if process.is_running() and "LearnerActor" in process.cmdline()[0]
-        ][-1]
+        rank = [process for process in running.family if "LearnerActor" in command_line(process)][
+            -1
+        ]
         rank.kill()
         running.wait(timeout_s=300)
     assert running.process.returncode == 1, running.printed()
@@ -208,9 +207,7 @@ def test_a_killed_raylet_ends_the_script_with_a_message(tmp_path: Path) -> None:
         "train.checkpoint_frequency=1",
     ) as running:  # fmt: skip
         running.wait(lambda: len(rows_of(tmp_path)) > 3)
-        [process] = [
-            member for member in running.family if member.is_running() and member.name() == "raylet"
-        ]
+        [process] = [member for member in running.family if "raylet/raylet" in command_line(member)]
         process.kill()
         running.wait()
     assert running.process.returncode == 1, running.printed()

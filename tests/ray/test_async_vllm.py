@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import forks
 from tests.support.configs import compose_config
-from tests.support.processes import worker_processes
+from tests.support.processes import alive, worker_processes
 from tests.support.scripts import ASYNC, SMALL, Script, rows_of
 from torchrl_grpo.assembly.run import build
 
@@ -80,5 +80,4 @@ def test_a_killed_vllm_sampler_comes_back_and_loses_no_group(
     assert rows[-1]["sync/receipt_s"] > 0
     assert max(row["staleness/max"] for row in rows[1:]) <= 1
     assert rows[-1]["rollout/sequences"] == 16
-    _, left = psutil.wait_procs(family, timeout=120)
-    assert left == []
+    assert alive(family) == []

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.support import forks
+from tests.support.processes import alive
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -48,7 +49,7 @@ def test_it_begins_with_all_imported_and_its_server_ends_with_it() -> None:
             assert process.wait(timeout=300) == -signal.SIGINT
         finally:
             process.kill()
-    assert psutil.wait_procs([server], timeout=300)[1] == []
+    assert alive([server]) == []
 
 
 def test_an_error_is_a_traceback_and_a_kill_is_seen() -> None:

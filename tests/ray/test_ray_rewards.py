@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ from tests.support.classifiers import SCORER, make_classifier
 from tests.support.comparisons import longer
 from tests.support.judges import Judge, by_length
 from tests.support.math_pairs import FEW, verdicts
-from tests.support.processes import command_line
+from tests.support.processes import alive, command_line
 from tests.support.reward_runs import assert_killed_reward_workers_change_no_number
-from tests.support.waiting import until
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.runtime.cluster import Cluster
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
@@ -60,11 +60,11 @@ def test_actors_rank_groups_and_share_one_reward_model(
             task.load_models()
             self.pool = RewardPool(task, 1, timeout_s=120)
 
-        def play(self) -> tuple[dict[str, Any], list[float]]:
+        def play(self) -> tuple[int, dict[str, Any], list[float]]:
             dialogs = [Dialog(Problem("6*7=?", "42"), [text]) for text in texts]
             group = Dialog(Problem("6*7=?", "42"), ["-"], group=dialogs)
             compared, *own = (future.result() for future in self.pool.submit_all([group, *dialogs]))
-            return dict(compared.score.parts), [turn.score.reward for turn in own]
+            return os.getpid(), dict(compared.score.parts), [turn.score.reward for turn in own]
 
         def close(self) -> None:
             self.pool.close()
@@ -72,17 +72,17 @@ def test_actors_rank_groups_and_share_one_reward_model(
     task = WithRewards(ArithmeticTask(), make_rewards(rewards))
     samplers = [ray.remote(Sampler).remote(task) for _ in range(2)]
     results = ray.get([sampler.play.remote() for sampler in samplers], timeout=300)
-    for parts, own in results:
+    for _, parts, own in results:
         assert [parts[f"{i}/judge_ranking"] for i in range(4)] == [0.0, 0.5, 1.0, 0.5]
         assert [parts[f"{i}/rank"] for i in range(4)] == [0.0, 1.0, 3.0, 1.0]
         assert [parts[f"{i}/"] for i in range(4)] == [0.0, 2.25, 6.5, 2.25]
-        assert own == results[0][1] and own[1] == own[3] != own[0]
+        assert own == results[0][2] and own[1] == own[3] != own[0]
     assert len(judge.questions) == 2  # one for each process
-    processes = [p for p in psutil.process_iter() if SCORER in command_line(p)]
-    assert len([p for p in processes if str(tmp_path) in command_line(p)]) == 1
+    lines = {process: command_line(process) for process in psutil.process_iter()}
+    [scorer] = [one for one, line in lines.items() if SCORER in line and str(tmp_path) in line]
     ray.get([sampler.close.remote() for sampler in samplers])
     for sampler in samplers:
         ray.kill(sampler)
-    until(lambda: not any(p.is_running() for p in processes))
+    assert not alive([scorer.pid, *(pid for pid, *_ in results)])
     judge.server.shutdown()
     judge.server.server_close()

@@ -29,6 +29,7 @@ from torch.distributed import TCPStore
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.models import make_tiny_model
+from tests.support.processes import has_ended
 from tests.support.waiting import until
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.observers import Recorder, Saver
@@ -537,7 +538,7 @@ def test_engines_sleep_in_the_learners_turn_and_none_starts_then(
         for line in calls.read_text().splitlines():
             what, pid = line.split()
             states[int(pid)] = what
-        assert {what for pid, what in states.items() if psutil.pid_exists(pid)} == {"sleep"}
+        assert {what for pid, what in states.items() if not has_ended(pid)} == {"sleep"}
         if version == 2:
             os.kill(source.pids()["sampler 1"], signal.SIGKILL)
             source._driver.run(source._end_turn())  # a call notices that it is dead

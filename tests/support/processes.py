@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.support import forks
+from tests.support.waiting import PATIENCE_S
 
 
 def worker_processes() -> list[psutil.Process]:
@@ -58,18 +60,29 @@ def below(pid: int | None = None) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
-def alive(pids: Iterable[int]) -> list[str]:
-    """Return command lines of those processes that do not end soon."""
-    processes = []
-    for pid in pids:
+def has_ended(process: int | psutil.Process) -> bool:
+    """Return whether a process has ended, even if its parent, such as a container's first process,
+    never waits for it.
+    """
+    with suppress(psutil.NoSuchProcess):
+        if isinstance(process, int):
+            process = psutil.Process(process)
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def alive(processes: Iterable[int | psutil.Process]) -> list[str]:
+    """Return the status and command line of those processes that do not end soon."""
+    remaining = []
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
-            processes.append(psutil.Process(pid))
-    _, remaining = psutil.wait_procs(processes, timeout=120)
-    lines = []
-    for process in remaining:
-        with suppress(psutil.NoSuchProcess):
-            lines.append(command_line(process) or process.name())
-    return lines
+            remaining.append(psutil.Process(process) if isinstance(process, int) else process)
+    deadline = time.monotonic() + PATIENCE_S
+    while remaining := [process for process in remaining if not has_ended(process)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return [f"{process} {command_line(process)}" for process in remaining]
 
 
 def listening(pids: Iterable[int]) -> set[str]:

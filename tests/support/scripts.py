@@ -17,6 +17,7 @@ import psutil
 
 from tests.support import forks
 from tests.support.configs import ROOT, last_of_each
+from tests.support.processes import alive
 from torchrl_grpo.host.files import read_jsonl
 
 SYNC, ASYNC = ROOT / "sota" / "grpo" / "grpo.py", ROOT / "sota" / "grpo" / "grpo-async.py"
@@ -87,6 +88,6 @@ class Script:
     def printed(self) -> str:
         return (self.folder / "printed.txt").read_text()
 
-    def left(self) -> list[psutil.Process]:
+    def left(self) -> list[str]:
         """Return the processes that have not ended a while after the script."""
-        return psutil.wait_procs(self.family, timeout=120)[1]
+        return alive(self.family)

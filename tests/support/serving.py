@@ -4,8 +4,6 @@ samples.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -17,6 +15,7 @@ from tests.support.finished import assert_each_response_is_told_when_it_ends
 from tests.support.models import response_log_probs
 from tests.support.prompts import PROMPTS
 from tests.support.stops import assert_stop_strings_end_responses
+from tests.support.waiting import until
 from tests.support.weights import mismatch
 from torchrl_grpo.generation.base import Completion, SamplingParams
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
@@ -46,20 +45,13 @@ def errors(model: nn.Module, prompt: Tensor, done: Completion) -> Tensor:
     return (done.log_probs - response_log_probs(model)([full], [len(prompt)])[0].detach()).abs()
 
 
-def until(condition: Callable[[], object], timeout: float = 300.0, every_s: float = 0.002) -> bool:
-    deadline = time.monotonic() + timeout
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(every_s)
-    return bool(condition())
-
-
 def start(
     engine: AsyncVLLMEngine, pool: ThreadPoolExecutor, params: SamplingParams
 ) -> list[Future]:
     """Start calls from four threads and return once each has sampled some tokens."""
     calls = [pool.submit(engine.generate, [prompt], 4, params) for prompt in PROMPTS]
     states = engine._llm.output_processor.request_states
-    assert until(
+    until(
         lambda: (
             len(states) == 16
             and all(s.detokenizer.num_output_tokens() > 5 for s in states.values())
@@ -99,7 +91,7 @@ def wait_lets_running_calls_end_and_holds_new_ones_back(
     calls = start(engine, pool, LONG)
     with ThreadPoolExecutor(2) as others:
         update = others.submit(engine.update_weights, named_weights(new), 3)
-        assert until(lambda: not engine._admitting.is_set())
+        until(lambda: not engine._admitting.is_set())
         late = others.submit(engine.generate, [PROMPTS[0]], 2, SHORT)
         for prompt, call in zip(PROMPTS, calls, strict=True):
             for done in call.result()[0]:

@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 
-import psutil
 import pytest
 
 from tests.support.configs import ROOT
+from tests.support.processes import alive
 
 FORKS = "import os, time; os.fork(); os.write(1, f'started {os.getpid()}\\n'.encode()); time.sleep(1000)"
 
@@ -35,9 +35,9 @@ def test_a_killed_pytest_leaves_no_process() -> None:
         assert killed.stdout is not None
         lines = (line.partition("started ")[2] for line in killed.stdout)
         pids = (int(pid) for pid in lines if pid)
-        started = [psutil.Process(next(pids)), psutil.Process(next(pids))]
+        started = [next(pids), next(pids)]
         killed.send_signal(signal.SIGKILL)
-        assert psutil.wait_procs(started, timeout=300)[1] == []
+        assert alive(started) == []
 
 
 def test_a_guarded_process_ends_with_its_own_status() -> None:

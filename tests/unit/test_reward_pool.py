@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import fields
@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.configs import ROOT
 from tests.support.envs import END, ScriptedEngine, column, respond
+from tests.support.processes import alive, has_ended
 from tests.support.reward_runs import assert_killed_reward_workers_change_no_number
 from tests.support.reward_tasks import ObedientTask, UnloadableTask
 from tests.support.waiting import until
@@ -54,13 +55,6 @@ def score(pool: RewardPool, *orders: str) -> list[Score | Failure | None]:
         for turn in [pool.submit(Dialog(Problem("a", "a"), [order])) for order in orders]
     ]
     return [turn if isinstance(turn, Failure) else turn.score for turn in turns]
-
-
-def all_gone(pids: Sequence[int]) -> bool:
-    _, alive = psutil.wait_procs(
-        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=120
-    )
-    return not alive
 
 
 @pytest.mark.slow
@@ -230,7 +224,7 @@ def test_close_ends_busy_workers_and_what_they_started(pool: RewardPool, tmp_pat
         pool.close()
         with pytest.raises(RuntimeError, match="the reward pool is closed"):
             scoring.result(timeout=120)
-    assert all_gone(pids)
+    assert alive(pids) == []
     with pytest.raises(RuntimeError):
         score(pool, "1")
 
@@ -243,8 +237,8 @@ def test_a_daemon_that_a_scorer_started_ends_with_its_worker(end: str, tmp_path:
         [result] = score(pool, f"daemon {tmp_path / 'pid'} {end}")
         assert isinstance(result, Score) == (end == "close")
         daemon = int((tmp_path / "pid").read_text())
-        assert psutil.pid_exists(daemon) == (end == "close")  # the guard ends last
-    assert all_gone([daemon])
+        assert (not has_ended(daemon)) == (end == "close")  # the guard ends last
+    assert alive([daemon]) == []
 
 
 @pytest.mark.slow
@@ -300,14 +294,14 @@ def test_no_worker_outlives_a_parent_that_is_killed_or_never_closes(
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 3 and psutil.pid_exists(
+        assert len(pids) == 3 and not has_ended(
             pids[2]
         )  # two workers, and a process that a scorer started
         if end == "hang":
             assert all(os.getpgid(pid) == pid for pid in pids[:2])
             parent.send_signal(signal.SIGKILL)
         parent.wait(timeout=300)
-    assert all_gone(pids)
+    assert alive(pids) == []
 
 
 @pytest.fixture

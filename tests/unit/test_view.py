@@ -26,7 +26,7 @@ import psutil
 import pytest
 
 from tests.support.configs import ROOT
-from tests.support.processes import command_line
+from tests.support.processes import command_line, has_ended
 from tests.support.scripts import SYNC, Script
 from tests.support.view_runs import append, group, make_run, metrics, served
 from tests.support.waiting import until
@@ -527,7 +527,7 @@ def test_a_page_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     assert api(address, "status")[0]["step"] == 3
     run.kill()
     run.wait()
-    until(lambda: not page.is_running() or page.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: has_ended(page))
 
 
 @pytest.mark.slow

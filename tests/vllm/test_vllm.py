@@ -9,11 +9,9 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -23,7 +21,7 @@ from tests.support.echo import EchoTask, add
 from tests.support.envs import END
 from tests.support.finished import assert_each_response_is_told_when_it_ends
 from tests.support.models import make_llama, make_tiny_model, response_log_probs
-from tests.support.processes import shared_memory, socket_files, worker_processes
+from tests.support.processes import alive, shared_memory, socket_files, worker_processes
 from tests.support.prompts import LONG_PROMPTS
 from tests.support.stops import assert_stop_strings_end_responses
 from tests.support.transferring import TRANSFERS, Receiver
@@ -410,7 +408,4 @@ def test_llama_runs_with_vllm_use_v1_0_and_a_kill_leaves_no_process(tmp_path: Pa
         result = json.loads(line)
         process.kill()
     assert result["gap"] < ROUNDING
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and any(map(psutil.pid_exists, result["pids"])):
-        time.sleep(0.1)
-    assert not [pid for pid in result["pids"] if psutil.pid_exists(pid)]
+    assert alive(result["pids"]) == []

@@ -27,11 +27,12 @@ from transformers import AutoTokenizer
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support import forks
 from tests.support.models import response_log_probs
-from tests.support.processes import shared_memory, socket_files, worker_processes
+from tests.support.processes import has_ended, shared_memory, socket_files, worker_processes
 from tests.support.prompts import PROMPTS
-from tests.support.serving import CONTEXT, LONG, SERVES, SHORT, errors, make_model, start, until
+from tests.support.serving import CONTEXT, LONG, SERVES, SHORT, errors, make_model, start
 from tests.support.tasks import plays_nothing
 from tests.support.transferring import TRANSFERS, Receiver
+from tests.support.waiting import until
 from tests.support.weights import Trained, mismatch
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.sampler import Sampler
@@ -48,15 +49,6 @@ from torchrl_grpo.weights.shared import SharedWeights
 
 ADAPTED = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 ROUNDING = 1e-3  # differences of 2e-4 were observed while requests come and go; other weights differ by more than 0.1
-
-
-def alive(pid: int) -> bool:
-    try:
-        return (
-            psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        )  # a call that was not awaited yet has ended
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +313,7 @@ def test_a_killed_scheduler_ends_every_call_and_leaves_no_process(
     for closing in [pool.submit(engine.close) for _ in range(2)]:
         closing.result()
     engine.close()
-    assert worker_processes() == [] and not any(map(alive, [child.pid for child in children]))
+    assert worker_processes() == [] and all(map(has_ended, children))
     with pytest.raises(RuntimeError, match="closed"):
         engine.generate([PROMPTS[0]], 1, SHORT)
 
@@ -329,7 +321,7 @@ def test_a_killed_scheduler_ends_every_call_and_leaves_no_process(
 SCRIPT = """
 import json, sys, threading
 from tests.support.prompts import PROMPTS
-from tests.support.serving import CONTEXT, LONG, SERVES, SHORT, make_model, errors, start, until
+from tests.support.serving import CONTEXT, LONG, SERVES, SHORT, make_model, errors, start
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.starter import starter_path
@@ -364,9 +356,9 @@ def test_a_killed_script_leaves_no_process(tmp_path: Path, while_starting: bool)
                 started[:] = psutil.Process(process.pid).children(recursive=True)
                 return len([child for child in started if child.name() != forks.SERVER]) >= 2
 
-            assert until(starts, every_s=0.1)
+            until(starts, every_s=0.1)
             pids = [child.pid for child in started]
         else:
             pids = json.loads(next(line for line in process.stdout if line.startswith("[")))
         process.kill()
-    assert until(lambda: not any(map(alive, pids)), every_s=0.1)
+    until(lambda: all(map(has_ended, pids)), every_s=0.1)

@@ -10,12 +10,11 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from tests.support.models import make_tiny_model
-from tests.support.processes import command_line, worker_processes
+from tests.support.processes import alive, command_line, worker_processes
 from torchrl_grpo.errors import RunLostError
 from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
 from torchrl_grpo.generation.vllm import VLLMEngine
@@ -48,4 +47,4 @@ def test_a_lost_worker_is_one_message_in_time(
         raised.value, RunLostError
     )  # a script's output without a traceback, with exit status 1
     engine.close()
-    assert psutil.wait_procs(workers, timeout=300)[1] == []
+    assert alive(workers) == []

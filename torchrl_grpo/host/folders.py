@@ -233,9 +233,10 @@ class FolderLock(AbstractContextManager["FolderLock"]):
 
 def _start_time(pid: int | str) -> str:
     """Return the start time of a process on this host, in kernel ticks, which distinguishes
-    processes that reuse a pid.
+    processes that reuse a pid. A process for which nobody waited has ended too.
     """
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return "ended"
+    with suppress(OSError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if state != "Z":
+            return fields[18]
+    return "ended"

@@ -108,8 +108,7 @@ def enable_stack_dump() -> None:
     one.
     """
     if hasattr(os, "memfd_create"):
-        file = os.memfd_create(_STACKS)
-        faulthandler.register(_SIGNAL_TO_SHOW, file=file)
+        faulthandler.register(_SIGNAL_TO_SHOW, file=os.memfd_create(_STACKS))
 
 
 def stack_of(pid: int) -> str:

@@ -35,10 +35,10 @@ def command_line(process: psutil.Process) -> str:
 
 def socket_files() -> list[str]:
     """Return the socket files that this process and its children have open."""
-    processes = [psutil.Process(), *worker_processes()]
-    names = [
-        connection.laddr for process in processes for connection in process.net_connections("unix")
-    ]
+    names = []
+    for process in [psutil.Process(), *worker_processes()]:
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            names += [connection.laddr for connection in process.net_connections("unix")]
     return [name for name in names if isinstance(name, str) and os.path.exists(name)]
 
 
@@ -48,7 +48,8 @@ def shared_memory() -> tuple[list[str], list[str]]:
     """
     lines = []
     for process in [psutil.Process(), *worker_processes()]:
-        lines += Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        with suppress(OSError):  # it has just ended
+            lines += Path(f"/proc/{process.pid}/maps").read_text().splitlines()
     used = {line.split()[5] for line in lines if "/dev/shm/psm_" in line}
     return [name for name in used if os.path.exists(name)], [
         name for name in used if not os.path.exists(name)

@@ -200,7 +200,7 @@ def newest(
         problem = f"has none: {'; '.join(damage)}"
     raise ConfigError(
         f"train.resume={resume} must be a checkpoint, or a run's folder that has one, but it "
-        f"{problem}: give such a path, or leave train.resume out to start a new run."
+        f"{problem}: use the path of one."
     )
 
 

@@ -103,7 +103,8 @@ def test_it_listens_on_loopback_alone(address: str) -> None:
     port = urlsplit(address).port
     addresses = [
         one.laddr.ip
-        for one in psutil.Process().net_connections("tcp")
+        for child in psutil.Process().children()
+        for one in child.net_connections("tcp")
         if one.laddr.port == port and one.status == "LISTEN"
     ]
     assert addresses == ["127.0.0.1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Sequence
 from contextlib import closing
@@ -22,6 +23,7 @@ from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.extras.report.records import read_samples
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.host import stalls
@@ -107,7 +109,9 @@ def intervals(name: str, values: Sequence[float], suffix: str = "") -> dict[str,
     return {f"eval/ci_low_{name}{suffix}": low, f"eval/ci_high_{name}{suffix}": high}
 
 
-def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_pass_at_1_and_pass_at_k_by_hand(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     """Greedy: digits 0, 1, 2 of 5. Of 4 samples, digit d has d right, so only digit 0 has none:
     pass@4 = 4/5.
     """
@@ -122,6 +126,10 @@ def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> 
         "eval/avg@4": 0.5, **intervals("pass@1", [1, 1, 1, 0, 0]), **intervals("avg@4", [0, 0.25, 0.5, 0.75, 1]),
     }  # fmt: skip
     assert [row["correct_of"] for row in rows] == [[int(row["query"]), 4] for row in rows]
+    recorded = [{"step": 0} | row for row in rows]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in recorded))
+    without_tokens = [{key: row[key] for key in row if key != "tokens"} for row in recorded]
+    assert [*read_samples(tmp_path / "samples.jsonl")] == without_tokens
     assert {(row["query"], row["correct"]) for row in rows} == {(str(d), d < 3) for d in range(5)}
     assert [row["problem"] for row in rows] == [0, 1, 2, 3, 4]
     again = evaluator.evaluate(sampled=False)[1]

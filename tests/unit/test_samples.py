@@ -169,6 +169,7 @@ def test_where_nothing_matches_it_says_what_there_is(folder: Path) -> None:
         ([".", "--limit", "0"], "0 must be an integer of at least 1"),
         ([__file__, "--sort", "change"], "add --compare"),
         (["--compare", ".", ".", "."], "--compare A B"),
+        ([".", "--compare", "."], "--compare A B"),
         ([], "give either RUN"),
     ],
 )

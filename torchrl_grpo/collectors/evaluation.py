@@ -84,7 +84,8 @@ class Evaluator:
             if sampled and self.sampled_env is not None:
                 sampled_metrics, counts = self._sampled_metrics(self.sampled_env)
                 metrics |= sampled_metrics
-                rows = [row | {"correct_of": counts[row["problem"]]} for row in rows]
+                # First, because readers that skip tokens expect them at the end of a row.
+                rows = [{"correct_of": counts[row["problem"]]} | row for row in rows]
         return metrics, rows
 
     def _play(self, env: LLMEnv, policy: GenerationPolicy) -> TensorDictBase:

@@ -44,7 +44,7 @@ def main(
             "Prints the command line that makes the same run as a config of another library."
         ),
         epilog="FILE is one of these: "
-        + "; ".join(read_table(name).what.replace("`", "") for name in NAMES)
+        + "; ".join(read_table(name).what.replace("`", "") for name in reversed(NAMES))
         + ".",
     )
     parser.add_argument(

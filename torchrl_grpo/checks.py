@@ -366,7 +366,7 @@ def check_group_size(repeats: int, mean: str, std: str, name: str = "repeats") -
     if repeats < minimum:
         raise ValueError(
             f"{name}={repeats} must be at least {minimum}, because a single sample cannot be "
-            f"compared with its group: use {name}=8, or mean and std of the batch."
+            f"compared with its group: use {name}=8, or, without dynamic sampling, 'batch' as mean and std."
         )
 
 

@@ -147,17 +147,8 @@ def test_the_files_that_a_page_shows_are_those_that_there_are(page: str) -> None
 @pytest.mark.parametrize(
     "page", [README, *(page for page in PAGES if page not in (*TUTORIALS, "python"))]
 )
-def test_the_python_of_a_page_runs(page: str, tokenizer: Any) -> None:
-    from torchrl.envs import TransformedEnv
-    from torchrl.envs.llm.transforms import PythonInterpreter
-
-    from torchrl_grpo.envs import LLMEnv
-    from torchrl_grpo.tasks import ArithmeticTask
-    from torchrl_grpo.transforms import HistoryTransforms
-
-    there = (TransformedEnv, PythonInterpreter, LLMEnv, HistoryTransforms)
-    variables: dict[str, Any] = {thing.__name__: thing for thing in there}
-    variables |= {"task": ArithmeticTask(), "tokenizer": tokenizer}
+def test_the_python_of_a_page_runs(page: str) -> None:
+    variables: dict[str, Any] = {}
     for block in blocks(page):
         if block.language == "python":
             exec(block.text, variables)

@@ -64,7 +64,7 @@ def print_summary(
         )
     if invalid := summary.get("invalid"):
         causes = ", ".join(f"{count:,} {cause}" for cause, count in invalid.items())
-        console.line(f"{sum(invalid.values()):,} invalid rewards: {causes}", style="yellow")
+        console.line(f"invalid rewards: {causes}", style="yellow")
     for alarm in summary.get("alarms", ()):
         is_active = alarm.last == summary.get("steps")
         when = f"steps {alarm.first} to {alarm.last}"

@@ -4,6 +4,7 @@ torch.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import resource
@@ -104,7 +105,8 @@ class ObedientTask(Task):
         ):  # a fork bomb of another user, with a limit of 150 processes, which goes on for a while whatever happens
             os.setuid(65534)
             resource.setrlimit(resource.RLIMIT_NPROC, (150, 150))
-            Path(paths[0]).touch()
+            # All of its processes hold the lock.
+            fcntl.flock(os.open(paths[0], os.O_CREAT | os.O_WRONLY, 0o666), fcntl.LOCK_EX)
             end = time.monotonic() + 300
             while time.monotonic() < end:
                 try:

@@ -69,9 +69,9 @@ def test_a_cluster_has_a_place_for_each_process_and_leaves_nothing(
             assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in fact["environ"]
         started = set(below()) - before
         assert {fact["child"] for fact in got["train"]} <= started
-        assert "ray::IDLE" not in {
-            psutil.Process(pid).name() for pid in started
-        }  # a process that no actor uses
+        children = psutil.Process().children(recursive=True)
+        lines = [command_line(child) for child in children if child.pid in started]
+        assert "ray::IDLE" not in " ".join(lines)  # a process that no actor uses
         assert listening(started) == {"127.0.0.1"}
         folder = Path(cluster._folder_lock.name).parent
         assert folder is not None and folder.is_dir()
@@ -290,8 +290,8 @@ def test_a_killed_object_store_ends_a_watched_script_with_a_message() -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     ) as script:  # fmt: skip
         assert script.stdout and "ready" in script.stdout.readline()
-        pids = below(script.pid)
-        [store] = [pid for pid in pids if psutil.Process(pid).name() == "gcs_server"]
+        family = psutil.Process(script.pid).children(recursive=True)
+        [store] = [child.pid for child in family if "gcs/gcs_server" in command_line(child)]
         os.kill(store, signal.SIGKILL)
         _, error = script.communicate(timeout=300)
         script.kill()
@@ -301,7 +301,7 @@ def test_a_killed_object_store_ends_a_watched_script_with_a_message() -> None:
         in error
     )
     assert "Traceback" not in error
-    assert alive(pids) == []
+    assert alive(family) == []
 
 
 @pytest.mark.parametrize(

@@ -474,6 +474,12 @@ def test_a_scorer_sees_the_answers_that_reached_the_agent(starter):
     assert len(batch) == 4 and batch[keys.REWARD_VALID].all()
 
 
+def stop_strings() -> list[StopStrings]:
+    """Return all that are referenced, also those of other tests."""
+    gc.collect()
+    return [item for item in gc.get_objects() if type(item) is StopStrings]
+
+
 @pytest.mark.slow
 def test_stop_strings_of_an_agent_leave_nothing_behind(starter):
     async def play(client, problem):
@@ -485,9 +491,10 @@ def test_stop_strings_of_an_agent_leave_nothing_behind(starter):
         )
         return float(bool(text) and not set(cut.choices[0].message.content) & set("89#"))
 
+    before = stop_strings()
     played = collector(starter, agent_task(play))
     assert played.rollout()[keys.REWARD].sum() == 8
-    assert [item for item in gc.get_objects() if isinstance(item, StopStrings)] == []
+    assert len(stop_strings()) <= len(before)
 
 
 def test_a_chat_that_no_template_can_take_costs_its_own_dialog(starter):

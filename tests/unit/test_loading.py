@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import socket
 import ssl
 import sys
 import urllib.error
@@ -31,6 +30,7 @@ from transformers import (
 from tests.support.configs import compose_config
 from tests.support.families import make_family
 from tests.support.models import make_lora, make_tiny_model
+from tests.support.ports import free_port
 from torchrl_grpo.compat.transformers import attention_of
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.extras.hints import hub
@@ -587,8 +587,7 @@ def test_an_unreachable_hub_is_tried_once_and_then_only_its_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A port of this machine that nobody listens to stands in for a machine without a network."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

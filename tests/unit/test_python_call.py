@@ -287,7 +287,7 @@ MISTAKES = {
     "config": ({"config": "grpo_arithmetik"}, ["grpo_arithmetik", "did you mean grpo_arithmetic"]),
     "model": ({"model": "statrer"}, ["model.name=statrer", "starter"]),
     "rows": ({"dataset": ["1+1=?"]}, ["env.dataset", "1+1=?", '{"prompt"']),
-    "no rows": ({"dataset": []}, ["env.dataset"]),
+    "no rows": ({"dataset": []}, ["dataset must have problems", "add rows"]),
     "no reward": ({"reward": None}, ["env.reward"]),
     "number as reward": ({"reward": 5}, ["env.reward", "5"]),
     "bytes": ({"overrides": {"env.system_prompt": b"x"}}, ["env.system_prompt", "bytes"]),
@@ -296,7 +296,9 @@ MISTAKES = {
     "two values": ({"model": "starter", "overrides": {"model.name": "starter"}}, ["model.name"]),
     "hydra": ({"overrides": {"hydra.run.dir": "x"}}, ["hydra.run.dir", "folder"]),
     "secret": ({"overrides": {"logging.wandb.entity": "hf_" + "a" * 30}}, ["logging.wandb.entity"]),
-    "no test split": ({"overrides": {"evaluation.num_prompts": 8}}, ["test_fraction"]),
+    "no test split": ({"overrides": {"evaluation.num_prompts": 8}}, ["dataset must", "test_dataset", "test_fraction"]),
+    "function as observers": ({"observers": print}, ["observers", "[print]"]),
+    "number as observer": ({"observers": [3]}, ["observers=[3]", "[print]"]),
     "staleness": ({"overrides": {"train.max_staleness": 2}}, ["train.max_staleness=2", "asynchronous"]),
 }  # fmt: skip
 
@@ -311,6 +313,14 @@ def test_a_mistake_is_found_before_a_model_loads(
     assert [word for word in words if word not in str(caught.value)] == []
     assert caught.value.__cause__ is None  # no traceback of Hydra's
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("overrides", ["optimizer.lr=1e-4", ["optimizer.lr=1e-4"]])
+def test_overrides_as_on_a_command_line_are_refused(overrides: Any) -> None:
+    with pytest.raises(ConfigError, match=r"overrides=.*optimizer\.lr=1e-4.*dict"):
+        torchrl_grpo.train("grpo_arithmetic", overrides=overrides)
+    with pytest.raises(ConfigError, match=r"overrides=.*dict"):
+        torchrl_grpo.evaluate("grpo_arithmetic", overrides=overrides)
 
 
 def test_a_model_without_a_tokenizer_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,11 +22,11 @@ from torchrl_grpo.host import interrupts, startup
 from torchrl_grpo.host.checkpoint_files import saved_config
 from torchrl_grpo.host.folders import FolderLock, absent, claim, remove_unused
 from torchrl_grpo.host.objects import OBJECTS
+from torchrl_grpo.loop import Observer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from torchrl_grpo.loop import Observer
     from torchrl_grpo.tasks.base import Task
 
 Rows = Iterable[Mapping[str, Any]]
@@ -35,6 +36,13 @@ or rows by split.
 """
 Function = str | Callable[..., Any]
 _DEFAULT_FOLDER = "outputs/%Y-%m-%d/%H-%M-%S"
+_ARGUMENTS = {
+    r"hydra\.run\.dir=": "folder=",
+    r"another hydra\.run\.dir": "another folder",
+    rf"env\.dataset=\S*/{FOLDER}/data(?!\S)": "dataset",
+    r"set env\.test_split=NAME or env\.test_fraction=": "pass test_dataset, or set env.test_fraction=",
+}
+"""What an error calls the arguments: patterns of the config's words, and their replacements."""
 
 
 def train(
@@ -82,6 +90,7 @@ def train(
         KeyboardInterrupt: the run was interrupted and wrote a checkpoint.
         RunLostError: the run cannot continue.
     """
+    _check_kinds(overrides, observers)
     values = {
         "env.dataset": dataset,
         "env.reward": reward,
@@ -136,6 +145,7 @@ def evaluate(
     Raises:
         ConfigError: see ``train``.
     """
+    _check_kinds(overrides)
     settings = {"train.total_dialog_turns": 0, **(overrides or {})}
     if (
         _in_memory(dataset)
@@ -150,6 +160,26 @@ def evaluate(
 def _in_memory(data: Any) -> bool:
     """Return whether data is rows, not a name or None."""
     return not (data is None or isinstance(data, str | os.PathLike))
+
+
+def _check_kinds(overrides: Any, observers: Any = ()) -> None:
+    """Refuse arguments of another kind, which would fail only after a model has loaded.
+
+    Raises:
+        ConfigError: overrides are no dict, or observers are no list of functions and observers.
+    """
+    if not isinstance(overrides, Mapping | None):
+        raise ConfigError(
+            f"overrides={overrides!r:.80} must be a dict of values by key: for example, "
+            '{"optimizer.lr": 1e-4}.'
+        )
+    is_list = isinstance(observers, Sequence) and not isinstance(observers, str)
+    for observer in observers if is_list else [None]:
+        if not (callable(observer) or isinstance(observer, Observer)):
+            raise ConfigError(
+                f"observers={observers!r:.80} must be a list of functions or instances of "
+                "torchrl_grpo.loop.Observer: for example, [print]."
+            )
 
 
 def _check_keys(
@@ -240,5 +270,7 @@ def _name_arguments(error: BaseException) -> BaseException:
     """Return the error; a ``ConfigError`` then names the argument instead of Hydra's key."""
     if not isinstance(error, ConfigError):
         return error
-    text = str(error).replace("hydra.run.dir=", "folder=")
-    return ConfigError(text.replace("another hydra.run.dir", "another folder"))
+    text = str(error)
+    for key, argument in _ARGUMENTS.items():
+        text = re.sub(key, argument, text)
+    return ConfigError(text)

@@ -251,6 +251,7 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
     handlers = logging.root.handlers[:]
     level = logging.root.level
+    interrupt = signal.getsignal(signal.SIGINT)
 
     def run_here(script: Path, *arguments: str) -> int:
         monkeypatch.chdir(tmp_path)
@@ -262,6 +263,7 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         return 0
 
     yield run_here
+    signal.signal(signal.SIGINT, interrupt)  # a script's own would end this process without a word
     logging.root.handlers[:] = (
         handlers  # Hydra's handlers are bound to a stream that is closed after this test
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -242,6 +244,19 @@ def test_what_a_program_may_use_is_limited(tmp_path: Path) -> None:
             break
         time.sleep(0.1)
     assert left == []
+
+
+def test_programs_of_runs_with_the_same_seed_have_users_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit on processes is per user, so one program could leave another without any."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    scripts = []
+    for _ in range(2):
+        random.seed(7)
+        scripts.append(" ".join(runner._command(tmp_path, Limits(), "namespaces", 1.0)))
+    first, second = (re.findall(r"--reuid=(\d+)", script) for script in scripts)
+    assert len(first) == len(second) == 1 and first != second
 
 
 @pytest.mark.slow

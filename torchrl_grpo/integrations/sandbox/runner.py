@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
+import secrets
 import selectors
 import shlex
 import shutil
@@ -299,9 +299,8 @@ def _command(folder: Path, limits: Limits, isolated: Isolation, cpu_s: float) ->
     identity = ""
     own_user = ["--user", "--map-root-user"]
     if os.geteuid() == 0:
-        user = random.randrange(
-            10**6, 2**31
-        )  # its own user, because the limit on processes is per user
+        # Its own user, because the limit on processes is per user; two runs may have the same seed.
+        user = 10**6 + secrets.randbelow(2**31 - 10**6)
         identity = f"--reuid={user} --regid={user} --clear-groups"
         own_user = []
     script = _ROOT.format(

@@ -30,6 +30,7 @@ from torchrl_grpo.models.rows import Rows
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.models.segments import Segments
 from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.objectives.output import accumulate
 from torchrl_grpo.objectives.parts import Value
 from torchrl_grpo.objectives.tokens import Tokens
 from torchrl_grpo.transforms import GroupAdvantage
@@ -330,6 +331,16 @@ def test_the_size_of_an_update_is_the_policys() -> None:
         (p - old).abs().min() > 0.1
         for p, old in zip(scorer.critic.parameters(), before, strict=True)
     )
+
+
+def test_a_loss_of_parts_of_a_normalized_batch_adds_up_to_the_whole() -> None:
+    trainer = make_trainer(with_critic())
+    batch = advantages(trainer.score(rewarded(make_batch())))
+    whole, parts = trainer.loss(batch), dict[str, Tensor]()
+    for part in trainer.loss.normalize(batch).split(3):
+        accumulate(parts, trainer.loss(part))
+    for name in ("loss_objective", "loss_value", "value_clip_fraction", "explained_variance"):
+        torch.testing.assert_close(parts[name], whole[name])
 
 
 def test_without_different_targets_there_is_no_explained_variance() -> None:

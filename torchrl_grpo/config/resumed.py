@@ -192,13 +192,15 @@ def check_options(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path)
         ConfigError: an option has changed.
     """
     # Checkpoints from before there were critics have none.
-    before = {"policy.value_coef": 0.0, **dict(_fixed_options(saved))}
+    before = {"policy.value_coef": 0.0} | dict(_fixed_options(saved))
     for name, value in _fixed_options(here):
-        compared = bool if name == "policy.value_coef" else lambda value: value
-        if name in before and compared(before[name]) != compared(value):
-            there = excerpt(before[name])
-            is_batch = name == "train.dialog_turns_per_batch"
-            also = " and a divisor of it as env.num_envs" if is_batch else ""
+        old = before.get(name, value)
+        if old != value and not (name == "policy.value_coef" and old and value):
+            there = excerpt(old)
+            also = {
+                "train.dialog_turns_per_batch": " and a divisor of it as env.num_envs",
+                "policy.value_coef": " and leave algo out",
+            }.get(name, "")
             raise ConfigError(
                 f"{name}={excerpt(value)} must be {there}, because the state in {path} depends on "
                 f"it: use {name}={there}{also}."

@@ -278,18 +278,15 @@ class PolicyLoss(LossModule):
         Args:
             batch: [N], ragged or padded, with the entries that decide which tokens count.
         """
-        action, mask = self.tensor_keys.action, self.tensor_keys.mask
-        ragged = sequences_of(batch, action) if is_of_wrapper(batch, mask) else batch
+        names = self.tensor_keys
+        ragged = sequences_of(batch, names.action) if is_of_wrapper(batch, names.mask) else batch
         parts = [part for part in self._parts() if part.prepared or isinstance(part, Select)]
-        names = [
-            "mask",
-            "sample_log_prob",
-            *(name for part in parts if part.active for name in part.in_keys),
-        ]
-        rows = self.read(ragged, list(map(self._key, names)))
+        entries = ["sample_log_prob", *(name for part in parts for name in part.in_keys)]
+        required = [key for key in self.required_in_keys if key in map(self._key, entries)]
+        rows = self.read(ragged, required)
         rows = self.prepare(replace(rows, trajectory=trajectories_of(batch)))
         for key in self._prepared_keys().values():
-            rows.write(batch, key, rows.values[key], action)
+            rows.write(batch, key, rows.values[key], names.action)
         for key, total in rows.totals.items():
             batch.set(key, total.expand(len(rows), 1).contiguous())
         return batch

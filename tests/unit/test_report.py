@@ -656,6 +656,7 @@ def test_other_time_is_what_the_step_spent_outside_of_the_timed_parts() -> None:
         {
             "time/step_s": 3.0,
             "time/train_s": 2.0,
+            "time/values_s": 0.25,
             "time/sync_s": 0.5,
             "time/eval_s": 7.0,
             "time/reward_s": None,
@@ -663,10 +664,19 @@ def test_other_time_is_what_the_step_spent_outside_of_the_timed_parts() -> None:
     )
     assert {part: seconds for part, seconds in parts.items() if seconds} == {
         "train": 2.0,
+        "values": 0.25,
         "sync": 0.5,
         "eval": 7.0,
-        "other": 0.5,
+        "other": 0.25,
     }
+
+
+def test_what_a_critic_explains_has_a_panel_where_there_is_a_critic() -> None:
+    records = [{"step": step, "rollout/reward_mean": 0.5} for step in (1, 2)]
+    with_critic = [row | {"train/explained_variance": row["step"] - 1.5} for row in records]
+    assert [panel.title for panel in panels_of(records)] == ["Reward"]
+    _, panel = panels_of(with_critic)
+    assert series(panel, with_critic) == {"train/explained_variance": ([1, 2], [-0.5, 0.5])}
 
 
 def test_panel_leaves_out_steps_without_a_value() -> None:

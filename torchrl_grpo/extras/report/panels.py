@@ -22,6 +22,7 @@ _STAGE_COLORS = {
     "generate": "#3b82f6",
     "reward": "#f59e0b",
     "reference": "#e879f9",
+    "values": "#a3e635",
     "train": "#10b981",
     "sync": "#8b5cf6",
     "eval": "#ec4899",
@@ -96,6 +97,11 @@ PANELS = (
         percent=True,
         quiet=True,
     ),
+    Panel(
+        "Explained variance",
+        ("train/explained_variance",),
+        "Of the value targets, by the critic's values: 1 is all of it, 0 what a constant explains.",
+    ),
     Panel("Staleness (steps)", ("staleness/*",), quiet=True),
     Panel(
         "Throughput (trained tokens/s)",
@@ -129,6 +135,7 @@ _LABELS = {
     "train/kl_k3_to_ref": "KL to the reference",
     "train/clip_fraction_high": "clipped at the upper bound",
     "train/clip_fraction_low": "clipped at the lower bound",
+    "train/explained_variance": "explained variance",
     "rollout/truncated": "truncated",
     "staleness/mean": "mean staleness",
     "staleness/max": "max staleness",

@@ -12,7 +12,7 @@ from torchrl_grpo.extras.report.alarms import MOSTLY_INVALID, alarms_of, invalid
 from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
 from torchrl_grpo.host.text import accuracy, number
 
-STAGES = ("generate", "reward", "reference", "train", "sync", "eval", "other", "wait")
+STAGES = ("generate", "reward", "reference", "values", "train", "sync", "eval", "other", "wait")
 """The stages of a step, whose seconds are logged as ``time/<stage>_s``."""
 ACCURACY = "eval/pass@1"
 _INVALID = "rewards/invalid_"

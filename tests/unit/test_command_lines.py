@@ -269,6 +269,8 @@ def test_what_is_no_command_is_one_line(
         ("policy.clip_epsilon=0.2,0.28", "use 'policy.clip_epsilon=[0.2,0.28]', or --multirun"),
         ("env.system_prompt=Yes,no", "use 'env.system_prompt=\"Yes,no\"', or --multirun"),
         ("optimizer.lr=1e-4,1e-5", "--multirun for a run with each."),
+        ("algo=grpo,dapo", "algo=grpo,dapo must be one value: use one, or --multirun"),
+        ("hydra/launcher=basic,joblib", "must be one value: use one, or --multirun"),
         ("--config-name", "--config-name"),
         ("--no-such-option", "--hydra-help"),
     ],

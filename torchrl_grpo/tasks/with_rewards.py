@@ -204,7 +204,7 @@ class Rewards:
         if not terms and not self.group_functions:  # which may add one
             raise InvalidRewardError(
                 f"one of the rewards {list(parts)} must be a number with a weight that is not 0: "
-                "return 0.0 where a response is wrong, because None leaves a reward out.",
+                "return 0.0 where a response is wrong, because None leaves a reward out, or set a weight.",
                 "none",
             )
         return Score(sum(terms), bool(correct), parts, "\n".join(filter(None, texts)))

@@ -120,7 +120,8 @@ def _list(word: str, problem: str) -> str:
     key = name.lstrip("+")
     if "mbiguous value" not in problem or f"'{word}'" not in problem:
         return ""
-    kind = str(FIELDS[key].type) if key in FIELDS else "Any"
+    is_group = key == "algo" or "/" in key
+    kind = str(FIELDS[key].type) if key in FIELDS else "file" if is_group else "Any"
     if "list" in kind or "Any" in kind:
         what, fix = "a list in brackets", f"{name}=[{value}]"
     elif "str" in kind:

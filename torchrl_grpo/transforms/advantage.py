@@ -322,8 +322,8 @@ class GroupAdvantage(BatchTransform):
             raise ValueError(
                 f"each group of the batch must have repeats={self.repeats} members, "
                 f"{wrong.numel()} of {ids.numel()} do not (the first has {int(wrong[0])}): pass "
-                "whole groups, each once; a prompt that was drawn twice is two groups, which "
-                f"group_key='group_id' tells apart and {self.group_key!r} may not."
+                "whole groups, each once, or use their size as repeats; a prompt that was drawn "
+                "twice is two groups, which group_key='group_id' tells apart."
             )
         return self._write_groups(batch, member, group)
 

@@ -278,6 +278,34 @@ def test_groups_are_filtered_and_the_link_keeps_it(page: Page, address: str) -> 
     page.wait_for_selector("text=0 of 21 groups")
 
 
+def test_a_filter_applies_even_if_the_page_polls_while_it_is_slow(
+    browser: Browser, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run")
+    waiting: list[Route] = []
+
+    def answer() -> None:
+        while waiting:
+            waiting.pop().continue_()
+
+    with served(run) as address, browser.new_page() as page:
+        show(page, address, "groups?text=2%2B2")
+        text, section = page.get_by_label("text in prompt"), page.locator("section")
+        page.route("**/api/groups*", lambda route: waiting.append(route))
+        with page.expect_request("**/api/groups*"):
+            text.fill("3+3")
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        answer()
+        expect(section).to_have_count(1)
+        expect(section).to_contain_text("3+3=")
+        with page.expect_request("**/api/groups*"):
+            text.fill("+")
+        with page.expect_request("**/api/groups*"):  # the run has grown
+            append(run, "samples.jsonl", group(4, "9+9=", ["18"], group=77))
+        answer()
+        expect(section.first).to_contain_text("9+9=")
+
+
 def test_a_response_leads_to_its_tokens_and_back(page: Page, address: str) -> None:
     show(page, address, "groups?split=train&from=7&to=7")
     assert "finished: end of text" in page.locator("section > p").inner_text()  # of both

@@ -11,7 +11,7 @@ const VIEWS = { curves, groups, tokens, timeline, alarms, config };
 const FILES = { curves: "metrics", groups: "samples", timeline: "timeline", alarms: "metrics" };
 const main = document.getElementById("main");
 let runs = [];
-let shown = { name: null, view: null, seen: null, turn: 0 };
+let shown = { name: null, view: null, seen: null, turn: 0, asked: false };
 
 // Shows what the address says. A view that stays is told its new state, so that a form keeps its focus.
 async function show(grown = false) {
@@ -24,15 +24,17 @@ async function show(grown = false) {
   }
   if (shown.name !== name) {
     main.replaceChildren();
-    shown = { name, view: VIEWS[name](main, runs), seen: null, turn: shown.turn };
+    shown = { name, view: VIEWS[name](main, runs), seen: null, turn: shown.turn, asked: false };
   }
-  const turn = ++shown.turn;
   const seen = versions(name, params);
   if (grown && seen === shown.seen) return;
   shown.seen = seen;
+  const turn = ++shown.turn;
+  shown.asked ||= !grown; // until it is shown: the run may grow while the reader waits
   try {
-    const finish = await shown.view(params, runs, grown);
+    const finish = await shown.view(params, runs, !shown.asked);
     if (turn !== shown.turn) return;
+    shown.asked = false;
     hush("of-view");
     finish?.();
   } catch (error) {

@@ -278,9 +278,13 @@ def test_mostly_invalid_rewards_are_called_that_not_solved_problems(count: int) 
 
 def test_console_and_report_show_alarms_and_that_there_are_none(tmp_path: Path) -> None:
     bad = {"rollout/truncated": 0.9, "reward/<b>/none": 1.0}
-    for name, changed in (("bad", bad), ("good", {})):
+    for name, changed, count in (
+        ("bad", bad, 30),
+        ("good", {}, 30),
+        ("once", {"rollout/truncated": 1.0}, 1),
+    ):
         with MetricsLogger(tmp_path / name, tensorboard=False, config={}) as logger:
-            for row in rows(30, changed, start=1):
+            for row in rows(count, changed, start=1):
                 logger.log(row.pop("step"), row)
     page = write_report(tmp_path / "bad").read_text(encoding="utf-8")
     assert '<td class="number">5 to 30</td>' in page and "truncated: 90% of the responses" in page
@@ -289,15 +293,20 @@ def test_console_and_report_show_alarms_and_that_there_are_none(tmp_path: Path) 
         and "No alarms." not in page
     )
     assert "No alarms." in write_report(tmp_path / "good").read_text(encoding="utf-8")
+    once = write_report(tmp_path / "once").read_text(encoding="utf-8")
+    assert '<td class="number">1</td>' in once
     file = io.StringIO()
     with Console(file=file) as console:
         console.alarm(5, "kl", "look \x1b[2J")
-        print_summary(
-            console, {"steps": 30, "alarms": [Alarm("kl", "a", 3, 9), Alarm("ess", "b", 5, 30)]}, {}
-        )
+        alarms = [Alarm("kl", "a", 3, 9), Alarm("ess", "b", 5, 30), Alarm("length", "c", 7, 7)]
+        print_summary(console, {"steps": 30, "alarms": alarms}, {})
     lines = file.getvalue().splitlines()
     assert lines[0] == "alarm kl at step 5: look \\x1b[2J"
-    assert lines[-2:] == ["alarm kl, steps 3 to 9: a", "alarm ess, from step 5 to the end: b"]
+    assert lines[-3:] == [
+        "alarm kl, steps 3 to 9: a",
+        "alarm ess, from step 5 to the end: b",
+        "alarm length, step 7: c",
+    ]
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.5])

@@ -70,6 +70,8 @@ def print_summary(
         when = f"steps {alarm.first} to {alarm.last}"
         if is_active:
             when = f"from step {alarm.first} to the end"
+        elif alarm.last == alarm.first:
+            when = f"step {alarm.first}"
         style = "bold yellow" if is_active else "yellow"
         console.line(f"alarm {alarm.name}, {when}: {alarm.text}", style=style)
     width = max((len(name) for name in paths), default=0)

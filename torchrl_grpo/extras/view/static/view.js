@@ -100,8 +100,9 @@ function alarms(box) {
   box.append(el("h2", {}, "Alarms"), form, body);
   return async (params, runs) => {
     const found = await get("alarms", { run: params.get("run") ?? "" });
+    const steps = (one) => (one.first === one.last ? `${one.first}` : `${one.first} to ${one.last}`);
     const rows = found.map((one) =>
-      el("tr", {}, el("td", { class: "number" }, `${one.first} to ${one.last}`), el("td", { class: "bad" }, `${one.name}: ${one.text}`)));
+      el("tr", {}, el("td", { class: "number" }, steps(one)), el("td", { class: "bad" }, `${one.name}: ${one.text}`)));
     return () => {
       if (!form.childElementCount) form.append(...[runChoice(runs, params)].filter(Boolean));
       body.replaceChildren(found.length

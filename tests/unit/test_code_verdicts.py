@@ -195,6 +195,24 @@ def test_what_could_not_be_judged_is_invalid_with_its_cause(name: str) -> None:
     assert Failure.of(raised.value).cause == name.split()[0]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs waitid")
+def test_a_missing_package_is_told_however_late_the_answer_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The program's process, which sent the answer, has exited by then."""
+    start_program, loop = rewards.start_program, "            while not end:\n"
+
+    def start(source: str, *settings: Any) -> Any:
+        late = f"            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)\n{loop}"
+        assert source.count(loop) == 1
+        return start_program(source.replace(loop, late), *settings)
+
+    monkeypatch.setattr(rewards, "start_program", start)
+    program, answer, _ = INVALID["import at once"]
+    with pytest.raises(InvalidRewardError, match="it imports numpy"):
+        code(f"```python\n{program}\n```", answer)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and affinities")
 def test_a_machine_without_time_for_a_program_makes_it_invalid() -> None:

@@ -353,7 +353,9 @@ def _require_judged(end: Mapping[str, Any], error: Any, limits: Limits) -> None:
             "crash",
         )
     missing = _NO_MODULE.search(error) if isinstance(error, str) else None
-    if missing and missing[1] in _PACKAGES and end["status"] != 0:
+    # A process that has answered may have exited by now, or not.
+    failed = end["end"] == "answer" or end["status"] != 0
+    if missing and missing[1] in _PACKAGES and failed:
         raise InvalidRewardError(
             f"a program must use only the standard library, but it imports {missing[1]}: say so in "
             "the prompt.",

@@ -127,6 +127,7 @@ MISTAKES = {
     "env.num_envs=30": r"env\.num_envs=30 must be a multiple of env\.repeats=8",
     "--cfg job train.epochs=x": r"train\.epochs=x must have the type int",
     "--config-dir . --config-name theirs": r"train\.epochs=many must have the type int",
+    "--config-dir . --config-name broken": r"mapping values are not allowed here\n.*broken\.yaml.*, line 2, column",
 }
 TYPED = """
 import contextlib, io, json, runpy, sys
@@ -151,6 +152,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[i
     (folder / "theirs.yaml").write_text(
         "defaults: [grpo_arithmetic, _self_]\ntrain: {epochs: many}\n"
     )
+    (folder / "broken.yaml").write_text("defaults: [grpo_arithmetic]\ntrain epochs: a: 1\n")
     code = TYPED.replace("sys.argv[0]", repr(str(ROOT / "sota" / "grpo" / "grpo.py")))
     done = subprocess.run(
         [sys.executable, "-c", code],

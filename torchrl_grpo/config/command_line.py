@@ -27,6 +27,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
     ValidationError,
 )
+from yaml import YAMLError
 
 from torchrl_grpo.checks import did_you_mean
 from torchrl_grpo.compat.hydra import options_parser
@@ -197,7 +198,7 @@ def compose(
     try:
         with hydra.initialize_config_dir(CONFIG_FILES, version_base="1.3"):
             return from_hydra(hydra.compose(name, overrides), overrides, find_saved)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_explain(error, overrides)) from error
 
 
@@ -565,7 +566,7 @@ def orderly_exit() -> Iterator[None]:
             yield
         except ConfigError as error:
             _exit(error, f"\nerror: {printable_lines(str(error))}\n", 2)
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, YAMLError) as error:
             _exit(error, f"\nerror: {_explain(error, sys.argv[1:])}\n", 2)
         except RunLostError as error:
             message = f"\nerror: {printable_lines(str(error))}\n"
@@ -576,11 +577,10 @@ def orderly_exit() -> Iterator[None]:
         except OSError as error:
             if not is_full(error):
                 raise
-            file = error.filename or "a file of the run"
             _exit(
                 error,
-                f"\nerror: the disk is full, so {file} cannot be written: free some space, or use "
-                "another hydra.run.dir.\n",
+                f"\nerror: the disk is full, so {error.filename or 'a file of the run'} cannot be "
+                "written: free some space, or use another hydra.run.dir.\n",
                 1,
             )
         except BaseException as error:

@@ -257,7 +257,10 @@ def test_other_braces_of_a_template_survive(template: str, text: str) -> None:
             "{quesion}",
             r"must have the column \{quesion\} of prompt_template, .*: did you mean \{question\}\?",
         ),
-        (r"\boxed{xyz}", r"\['missing', 'question'\]: write \{\{xyz\}\} for the text \{xyz\}"),
+        (
+            r"\boxed{xyz}",
+            r"'question'\]: use one of them, or write \{\{xyz\}\} for the text \{xyz\}",
+        ),
         ("{question:d}", r"must fit the format of \{question:d\} in prompt_template"),
         ("{missing}", r"must have a value in the column 'missing', which prompt_template uses"),
     ],

@@ -46,7 +46,7 @@ def fill_template(template: str, row: Mapping[str, Any]) -> str:
             hint = (
                 f"did you mean {{{close[0]}}}?"
                 if close
-                else f"write {{{{{name}}}}} for the text {match[0]}."
+                else f"use one of them, or write {{{{{name}}}}} for the text {match[0]}."
             )
             raise ValueError(
                 f"must have the column {match[0]} of prompt_template, but it has {sorted(row)}: "

@@ -249,6 +249,23 @@ def test_a_run_without_room_is_refused_with_what_it_needs() -> None:
         best_splits(SETTINGS, 1)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("--params", "abc", "abc must be a number"),
+        ("--prompt-tokens", "0", "0 must be above 0"),
+        ("--response-tokens", "inf", "inf must be a number"),
+        ("--reward-s", "-1", "-1 must be a number of at least 0"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused(
+    option: str, value: str, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse([f"{option}={value}"])
+    assert f"argument {option}: {rule}" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_command_advises_overrides_that_the_scripts_take(
     capsys: pytest.CaptureFixture[str],

@@ -11,6 +11,7 @@ figures (hardware.py).
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -102,7 +103,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--reward-s",
-        type=float,
+        type=_seconds,
         default=0.0,
         metavar="X",
         help="seconds that the rewards of a rollout task take (0)",
@@ -117,9 +118,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
+    value = _seconds(text)
+    if value == 0:
         raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a number of at least 0")
     return value
 
 

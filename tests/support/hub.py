@@ -104,7 +104,7 @@ def serving_hub() -> Iterator[Hub]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         hub = Hub(f"http://127.0.0.1:{server.server_port}")
-        thread = Thread(target=server.serve_forever, daemon=True)
+        thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
             yield hub

@@ -232,6 +232,7 @@ async def play(client, problem):
 """
 
 
+@pytest.mark.slow
 def test_a_run_trains_an_agent_on_images(kit: Kit, tmp_path: Path) -> None:
     rows = []
     for number in range(12):

@@ -524,6 +524,7 @@ def test_a_chat_without_room_is_refused_and_scored_by_the_task():
     assert (no_room.messages, no_room.score.reward) == ([], 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, kind, message",
     [
@@ -761,6 +762,7 @@ def test_a_task_with_an_agent_travels_before_it_plays(tmp_path):
     assert isinstance(cloudpickle.loads(cloudpickle.dumps(task)).program, Function)
 
 
+@pytest.mark.slow
 def test_scorers_that_wait_are_asked_for_all_agents_at_a_time() -> None:
     async def play(client, problem):
         await client.chat.completions.create(model="any", messages=chat("a"))

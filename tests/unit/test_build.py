@@ -285,6 +285,7 @@ def test_adapters_of_a_tied_embedding_are_refused_before_weights_load() -> None:
         prepare(config)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("curves")
 def test_a_run_trains_evaluates_checkpoints_exports_and_reports(tmp_path: Path) -> None:
     config = compose_config(*SMALL, "train.checkpoint_frequency=1")

@@ -338,6 +338,7 @@ def test_a_reward_that_is_no_number_is_invalid(value: Any) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_coroutine_that_blocks_its_loop_costs_its_own_dialog_alone() -> None:
     blocked = threading.Event()
 

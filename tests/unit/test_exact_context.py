@@ -132,6 +132,7 @@ def test_longer_sequences_are_refused_with_the_key(kind: str) -> None:
         TransformersEngine(model).generate([long[0]], 1, SamplingParams(max_new_tokens=1))
 
 
+@pytest.mark.slow
 def test_a_run_has_no_sequence_beyond_the_limit() -> None:
     """It is refused with the key, or its prompts are bounded."""
     factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}

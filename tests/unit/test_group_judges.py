@@ -84,6 +84,7 @@ def test_a_malformed_ranking_is_an_error(serve: Any, reply: str) -> None:
         ranked(serve(lambda question: reply), ["a", "b", "c"])
 
 
+@pytest.mark.slow
 def test_a_slow_or_dead_judge_is_an_error_and_is_asked_again_later(serve: Any) -> None:
     problems, over = iter(["slow", "dead"]), threading.Event()
 

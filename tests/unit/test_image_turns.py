@@ -201,6 +201,7 @@ def test_a_broken_image_ends_no_run(kit: Kit, name: str) -> None:
         }
 
 
+@pytest.mark.slow
 def test_a_turn_with_too_large_images_is_refused() -> None:
     large = noise(2100, 2100)
 
@@ -241,6 +242,7 @@ def test_a_part_without_text_or_image_is_refused(part: dict[str, Any]) -> None:
     assert isinstance(turn, ValueError) and "reset of the environment Broken" in str(turn)
 
 
+@pytest.mark.slow
 @ONE_FAMILY
 def test_a_run_trains_on_the_environment_of_the_docs(kit: Kit, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")

@@ -142,6 +142,7 @@ def test_the_policy_sees_errors_of_a_tool_and_its_session_continues(
     assert call("count") == (str(int(first) + 1), True)
 
 
+@pytest.mark.slow
 def test_a_call_without_an_answer_times_out_with_an_error(
     tools: list[Any], call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +188,7 @@ def test_the_tools_of_a_server_are_those_of_a_run(http: HTTPServer) -> None:
     assert turn.messages[0]["content"] == "21"
 
 
+@pytest.mark.slow
 def test_a_server_and_its_children_end_with_their_reward_worker(
     stdio: list[Any],
 ) -> None:

@@ -181,6 +181,7 @@ def test_it_runs_in_a_reward_worker_beside_functions() -> None:
         pool.end("a")
 
 
+@pytest.mark.slow
 def test_code_that_does_not_read_is_given_up_in_time(session: Session) -> None:
     """A thread of the first call holds the interpreter's lock, and the pipe is smaller than the
     second call.
@@ -194,6 +195,7 @@ def test_code_that_does_not_read_is_given_up_in_time(session: Session) -> None:
     assert session.run("6 * 7") == "42"
 
 
+@pytest.mark.slow
 def test_an_answer_in_drops_is_given_up_in_time(session: Session) -> None:
     """The code itself writes to the pipe of its results."""
     drops = "import os, time\nwhile True:\n  os.write(3, b'x'); time.sleep(0.05)"

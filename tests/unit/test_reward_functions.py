@@ -410,6 +410,7 @@ def test_async_rewards_of_many_dialogs_are_awaited_at_a_time() -> None:
     assert rewards.asynchronous and not make_rewards("gsm8k").asynchronous
 
 
+@pytest.mark.slow
 def test_one_dialogs_error_or_time_out_is_not_anothers() -> None:
     def refuse(response: str) -> float:
         if response == "0.01":

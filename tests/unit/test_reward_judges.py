@@ -164,12 +164,14 @@ def test_a_reply_that_is_no_text_is_an_error(serve: Any, reply: Any) -> None:
         rewards_of(judge)(dialog())
 
 
+@pytest.mark.slow
 def test_an_overloaded_judge_is_asked_again(serve: Any) -> None:
     judge = serve(lambda question, number: (503, "busy") if number < 3 else (200, "Score: 5"))
     assert rewards_of(judge, retries=2)(dialog()).reward == 0.5
     assert len(judge.requests) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "options", "requests", "message"),
     [

@@ -309,6 +309,7 @@ def test_hard_cases_are_judged_rightly_in_each_mode(
     assert "".join(str(int(gsm8k(response, answer, mode=mode))) for mode in MODES) == verdicts
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason="GSM8K's files are not on this machine")
 def test_all_8792_reference_answers_are_right_in_every_mode() -> None:
     right = dict.fromkeys(MODES, 0)

@@ -51,6 +51,7 @@ def test_pictures_have_as_many_shapes_as_the_answer_says(task: ShapesTask) -> No
     assert apart > 80
 
 
+@pytest.mark.slow
 def test_splits_share_no_picture(task: ShapesTask) -> None:
     tasks = [task, ShapesTask(seed=1), ShapesTask(difficulty=1)]
     train, test = (

@@ -6,6 +6,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.runs import run, steps
 from tests.support.traces import events_of, span_of
 
@@ -13,6 +15,7 @@ ROUNDED = 0.002
 """Rounding of times in a trace, in microseconds."""
 
 
+@pytest.mark.slow
 def test_the_training_span_encloses_the_operators_of_its_step(tmp_path: Path) -> None:
     run(tmp_path, steps(3), "logging.profile_steps=[2,3]")
     events = events_of(tmp_path)

@@ -292,6 +292,7 @@ def test_prometheus_reads_the_latest_metrics_until_the_run_ends(tmp_path: Path) 
         urllib.request.urlopen(url, timeout=300)
 
 
+@pytest.mark.slow
 def test_idle_connections_use_up_no_files_and_prometheus_still_reads(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     port = free_port()

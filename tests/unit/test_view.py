@@ -445,6 +445,7 @@ def test_strangers_use_up_no_connections_and_shut_no_reader_out(tmp_path: Path) 
     assert warnings == []
 
 
+@pytest.mark.slow
 def test_a_connection_has_seconds_to_ask(address: str) -> None:
     def is_closed(sent: bytes) -> bool:
         with socket.create_connection(

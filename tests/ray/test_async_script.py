@@ -177,9 +177,7 @@ def test_a_killed_learner_ends_the_script_and_leaves_no_process(tmp_path: Path) 
         "evaluation.num_prompts=0", "train.checkpoint_frequency=1",
     ) as running:  # fmt: skip
         running.wait(lambda: len(rows_of(tmp_path)) > 3)
-        rank = [process for process in running.family if "LearnerActor" in command_line(process)][
-            -1
-        ]
+        *_, rank = (one for one in running.family if "LearnerActor" in command_line(one))
         rank.kill()
         running.wait(timeout_s=300)
     assert running.process.returncode == 1, running.printed()

@@ -83,6 +83,6 @@ def test_actors_rank_groups_and_share_one_reward_model(
     ray.get([sampler.close.remote() for sampler in samplers])
     for sampler in samplers:
         ray.kill(sampler)
-    assert not alive([scorer.pid, *(pid for pid, *_ in results)])
+    assert not alive([scorer, *(pid for pid, *_ in results)])
     judge.server.shutdown()
     judge.server.server_close()

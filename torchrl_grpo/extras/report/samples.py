@@ -49,7 +49,8 @@ def main(
     options = parser.parse_args(arguments)
     if options.run is None and len(options.compare or ()) == 1:  # --compare RUN
         options.run = options.compare.pop()
-    if len(options.compare or ()) != (2 if options.run is None else 0):
+    compared = 2 if options.run is None else 0
+    if len(options.compare or ()) != compared:
         parser.error("give either RUN, or --compare A B with two runs or checkpoints.")
     names = [options.run] if options.run is not None else options.compare
     paths = [_samples_file(name, parser) for name in names]
